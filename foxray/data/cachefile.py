@@ -61,7 +61,7 @@ class CacheWriter:
 
     def write(self, name: str, row: int, values: npt.NDArray[np.generic]) -> None:
         """Write the values of a column from row `row` on; the type must be the column's."""
-        data = memoryview(np.ascontiguousarray(values)).cast("B")
+        data = np.ascontiguousarray(values).data.cast("B")
         place = self._offsets[name] + row * self._row_bytes[name]
         while data:
             done = os.pwrite(self._file.fileno(), data, place)

@@ -94,8 +94,8 @@ def open_parquet(path: Path) -> pq.ParquetFile:
         )
     if tail != MAGIC:
         raise UserError(
-            f"{path}: a truncated Parquet file ({path.stat().st_size:,} bytes, the closing {MAGIC!r} is missing). "
-            "Copy or write it again."
+            f"{path}: a truncated Parquet file ({path.stat().st_size:,} bytes, the closing {MAGIC!r} is "
+            "missing). Copy or write it again."
         )
     try:
         return pq.ParquetFile(path)
@@ -131,7 +131,8 @@ def choose_columns(
     clash = sorted(set(own) & set(derived))
     if clash:
         raise UserError(
-            f"{path}: column {clash[0]!r} has the name of a derived feature. Rename it, for example to 'my_{clash[0]}'."
+            f"{path}: column {clash[0]!r} has the name of a derived feature. "
+            f"Rename it, for example to 'my_{clash[0]}'."
         )
     features = _choose_features(path, settings, own, derived, wanted, complete=complete)
     chosen_own = tuple(name for name in features if name in own)
@@ -213,8 +214,8 @@ def _numeric_columns(path: Path, schema: pa.Schema, skip: set[str | None]) -> tu
         if not _is_numeric(field.type) and not pt.is_null(field.type):
             what = "strings" if is_text(field.type) else f"values of type {field.type}"
             raise UserError(
-                f"{path}: column {field.name!r} holds {what}{_example(path, field.name)}; features are numbers. "
-                "Drop the column or turn it into numbers."
+                f"{path}: column {field.name!r} holds {what}{_example(path, field.name)}; features are "
+                "numbers. Drop the column or turn it into numbers."
             )
         numeric.append(field.name)
     if not numeric:
@@ -241,8 +242,8 @@ def _find_target(
         if "close" not in market and not predicting:
             have = ", ".join(numeric[:12])
             raise UserError(
-                f"{path}: no column 'close' for the default target, its log return (numeric columns: {have}). "
-                "Name another with --target COLUMN."
+                f"{path}: no column 'close' for the default target, its log return (numeric columns: "
+                f"{have}). Name another with --target COLUMN."
             )
         return None
     matches = [name for name in numeric if name == settings.target]

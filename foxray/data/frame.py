@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -103,13 +102,24 @@ def first_rows(group_R: Ints) -> Ints:
     return np.maximum.accumulate(np.where(starts_R, row_R, 0)).astype(np.int64)
 
 
-def indicator(name: str, *inputs: Array, **settings: Any) -> Any:
-    """Call TA-Lib's function `name`; NaN where there are fewer rows than it looks back."""
+def indicator(name: str, *inputs: Array, timeperiod: int | None = None) -> Array:
+    """Return the one output of TA-Lib's function `name`; NaN where there are too few rows for it."""
+    return _talib(name, inputs, timeperiod, 1)[0]
+
+
+def indicator_pair(name: str, *inputs: Array, timeperiod: int) -> tuple[Array, Array]:
+    """Return the two outputs of TA-Lib's function `name`, as `indicator` does."""
+    first_R, second_R = _talib(name, inputs, timeperiod, 2)
+    return first_R, second_R
+
+
+def _talib(name: str, inputs: tuple[Array, ...], timeperiod: int | None, outputs: int) -> tuple[Array, ...]:
+    # TA-Lib raises on a series without any value; for us that is a look-back longer than the data.
     if any(np.isnan(x_R).all() for x_R in inputs):
-        outputs = len(talib.abstract.Function(name).output_names)
-        blank_R = np.full(len(inputs[0]), np.nan)
-        return blank_R if outputs == 1 else (blank_R,) * outputs
-    return getattr(talib, name)(*inputs, **settings)
+        return (np.full(len(inputs[0]), np.nan),) * outputs
+    settings = {} if timeperiod is None else {"timeperiod": timeperiod}
+    values = getattr(talib, name)(*inputs, **settings)
+    return values if outputs > 1 else (values,)
 
 
 class Frame:
@@ -209,8 +219,7 @@ class Frame:
 
     def ema(self, x_R: Array, span: int) -> Array:
         """Exponential moving average (TA-Lib's, seeded with a plain one)."""
-        out_R: Array = indicator("EMA", x_R, timeperiod=span)
-        return out_R
+        return indicator("EMA", x_R, timeperiod=span)
 
     def price_mean(self, window: int) -> Array:
         """Mean of log close."""
@@ -218,10 +227,10 @@ class Frame:
 
     def price_std(self, window: int) -> Array:
         """Standard deviation of log close, at least `RETURN_FLOOR`."""
-        make = lambda: np.maximum(  # noqa: E731
-            rolling.deviation(self.lc, window, rolling.PRICE_BITS), RETURN_FLOOR
+        return self.keep(
+            ("std", window),
+            lambda: np.maximum(rolling.deviation(self.lc, window, rolling.PRICE_BITS), RETURN_FLOOR),
         )
-        return self.keep(("std", window), make)
 
     def highest(self, window: int) -> Array:
         """Highest log high."""
@@ -298,6 +307,5 @@ class Frame:
         """Sine or cosine of the place in a cycle of `minutes` minutes that begins at 1970 plus an offset."""
         period_ns = int(minutes * 60e9)
         place_R = (self.bars.timestamps_R + int(offset_minutes * 60e9)) % period_ns / period_ns
-        wave = np.sin if phase == "sin" else np.cos
-        out_R: Array = wave(2 * np.pi * harmonic * place_R)
-        return out_R
+        angle_R = 2 * np.pi * harmonic * place_R
+        return np.sin(angle_R) if phase == "sin" else np.cos(angle_R)

@@ -10,6 +10,7 @@ Shapes: R usable rows in order of symbol and time.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,7 @@ def plan_rows(timestamps_R: Ints, symbol_R: Ints, settings: DataSettings, lookba
     segment_R = np.empty(rows, dtype=np.int64)
     first_R = np.empty(rows, dtype=np.int64)
     segments = 0
-    for begin, end in zip(starts[:-1], starts[1:], strict=True):
+    for begin, end in pairwise(starts):
         times_R = timestamps_R[begin:end]
         session_R[begin:end] = session_blocks(times_R, settings.session_gap_minutes)
         segment_R[begin:end] = segment_numbers(times_R, settings.session_gap_minutes) + segments
@@ -101,9 +102,9 @@ def check_parts(
     need = settings.seq_len + (0 if predicting else settings.horizon)
     said = (
         f"{path}: too few rows: {rows:,} usable rows hold no {{part}} of {settings.seq_len} rows"
-        f"{'' if predicting else f' and a target {settings.horizon} later'}. One needs {need} rows without a pause "
-        f"above {settings.session_gap_minutes:g} minutes after {lookback} rows of look-back (longest stretch: "
-        f"{longest:,} rows). Give more bars, or lower --seq-len{{more}}."
+        f"{'' if predicting else f' and a target {settings.horizon} later'}. One needs {need} rows without "
+        f"a pause above {settings.session_gap_minutes:g} minutes after {lookback} rows of look-back (longest "
+        f"stretch: {longest:,} rows). Give more bars, or lower --seq-len{{more}}."
     )
     gap_hint = ", or raise --session-gap" if longest < need + lookback and longest < rows else ""
     if not (plan.part_R & WHOLE).any():

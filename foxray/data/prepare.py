@@ -291,7 +291,7 @@ class _Job:
 
 def scale_features(values_CF: Array, scaling: Scaling) -> npt.NDArray[np.float32]:
     """Return features in standard deviations from their mean, cut at `CLIP_SIGMAS`; look-back rows as 0."""
-    scaled_CF = (values_CF - np.array(scaling.feature_mean)) / np.array(scaling.feature_std)
+    scaled_CF: Array = (values_CF - np.array(scaling.feature_mean)) / np.array(scaling.feature_std)
     np.nan_to_num(scaled_CF, copy=False, nan=0.0)
     np.clip(scaled_CF, -CLIP_SIGMAS, CLIP_SIGMAS, out=scaled_CF)
     return scaled_CF.astype(np.float32)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 
 from foxray.data.cachefile import column_values, read_batch
@@ -53,7 +54,7 @@ class PreparedData:
         values = column_values(self._batch, name)
         if pa.types.is_timestamp(values.type):
             values = values.view(pa.int64())
-        view: Tensor = torch.from_dlpack(values)
+        view: Tensor = torch.utils.dlpack.from_dlpack(values)
         return view
 
     @property
@@ -93,7 +94,7 @@ class PreparedData:
 
     @cached_property
     def naive_R(self) -> Tensor:
-        """Scaled forecast "as the last value" at each row, float32 [R]: return 0, or the target column now."""
+        """Scaled forecast "as the last value", float32 [R]: a return of 0, or the target column now."""
         return self._view("naive")
 
     @cached_property
@@ -141,7 +142,7 @@ class PreparedData:
         chosen = self.target_R[((self._view("part") & TRAIN) > 0)]
         return np.sort(chosen.double().numpy())
 
-    def naive_quantiles(self, quantiles: Sequence[float]) -> Tensor:
+    def target_quantiles(self, quantiles: Sequence[float]) -> Tensor:
         """Return the empirical quantiles of the training targets, float32 [Q], scaled."""
         values = np.quantile(self._sorted_train_targets, list(quantiles))
         return torch.as_tensor(values, dtype=torch.float32)
@@ -152,7 +153,7 @@ class PreparedData:
         With `last_rows_B` one row per window, [B, Q]; without, [Q], which only the default target has: its
         last value is a return of 0 everywhere. Raises ValueError for another target without rows.
         """
-        forecast_Q = self.naive_quantiles(quantiles)
+        forecast_Q = self.target_quantiles(quantiles)
         median_Q = torch.tensor([abs(quantile - 0.5) < 1e-9 for quantile in quantiles])
         if last_rows_B is None:
             if self.settings.target is not None:

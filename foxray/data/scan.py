@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime as dt
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -125,8 +126,8 @@ def _scan_into(store: RowStore, path: Path, file: pq.ParquetFile, columns: Colum
     empty = [repr(name) for name, count in broken.items() if count == total]
     if empty:
         raise UserError(
-            f"{path}: {'column' if len(empty) == 1 else 'columns'} {', '.join(empty)} hold no number in any of the "
-            f"{total:,} rows (all NaN, empty or infinite). Drop them from the file or fill them."
+            f"{path}: {'column' if len(empty) == 1 else 'columns'} {', '.join(empty)} hold no number in "
+            f"any of the {total:,} rows (all NaN, empty or infinite). Drop them from the file or fill them."
         )
     notes = _drop_notes(path, broken, undated, unpriced, usable_N)
     names = sorted(codes)
@@ -142,7 +143,7 @@ def _scan_into(store: RowStore, path: Path, file: pq.ParquetFile, columns: Colum
     )
 
 
-def _batches(path: Path, file: pq.ParquetFile, names: list[str]) -> object:
+def _batches(path: Path, file: pq.ParquetFile, names: list[str]) -> Iterator[pa.RecordBatch]:
     try:
         yield from file.iter_batches(batch_size=BATCH_ROWS, columns=names)
     except (pa.ArrowException, OSError) as error:
@@ -158,7 +159,10 @@ def _drop_notes(
     reasons = [f"{name} {count:,}" for name, count in broken.items() if count]
     reasons += [f"without a time {undated:,}"] if undated else []
     reasons += [f"with a price of 0 or less {unpriced:,}"] if unpriced else []
-    text = f"dropped {dropped:,} of {total:,} rows with NaN, infinite or impossible values ({', '.join(reasons)})"
+    text = (
+        f"dropped {dropped:,} of {total:,} rows with NaN, infinite or impossible values "
+        f"({', '.join(reasons)})"
+    )
     if dropped == total:
         raise UserError(f"{path}: no usable row is left: {text}. Repair those columns.")
     return [text]
@@ -200,7 +204,8 @@ def read_times(path: Path, name: str, column: pa.Array) -> tuple[Ints, npt.NDArr
             )
     elif not (pt.is_timestamp(kind) or pt.is_date(kind)):
         raise UserError(
-            f"{path}: column {name!r} is of type {kind}. Store a timestamp, an ISO 8601 string or integer ns since 1970."
+            f"{path}: column {name!r} is of type {kind}. "
+            "Store a timestamp, an ISO 8601 string or integer ns since 1970."
         )
     if not pt.is_integer(column.type):
         try:
@@ -208,8 +213,8 @@ def read_times(path: Path, name: str, column: pa.Array) -> tuple[Ints, npt.NDArr
             column = column.cast(pa.timestamp("ns", zone)).cast(pa.int64())
         except pa.ArrowInvalid as error:
             raise UserError(
-                f"{path}: column {name!r} holds a time outside of the years 1678 to 2261 ({first_line(error)}). "
-                "Drop or repair that row."
+                f"{path}: column {name!r} holds a time outside of the years 1678 to 2261 "
+                f"({first_line(error)}). Drop or repair that row."
             ) from error
     return column.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64), dated_N
 
@@ -247,7 +252,8 @@ def _read_symbols(path: Path, name: str, column: pa.Array, codes: dict[str, int]
         )
     encoded = column.cast(pa.string()).dictionary_encode()
     places = [codes.setdefault(text, len(codes)) for text in encoded.dictionary.to_pylist()]
-    return np.array(places, dtype=np.int32)[encoded.indices.to_numpy()]
+    numbers_N: npt.NDArray[np.int32] = np.array(places, dtype=np.int32)[encoded.indices.to_numpy()]
+    return numbers_N
 
 
 def _read_numbers(path: Path, name: str, column: pa.Array) -> Array:
