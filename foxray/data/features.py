@@ -3,7 +3,7 @@
 `--num-features N` takes the first N of this order, so a small N still has a little of everything. Within
 the order no feature was taken that correlated above 0.93 with one before it on a month of one-minute
 Euro FX futures (a few of the head aside, all below 0.99). The order is part of every model trained under
-it: change it, and `FEATURES_VERSION` with it, only together.
+it.
 
 Shapes: R rows of one symbol in order of time, F features.
 """
@@ -20,9 +20,6 @@ from foxray.data import indicators_market, indicators_return, indicators_trend
 from foxray.data.feature import Feature
 from foxray.data.frame import Bars, Frame, session_blocks
 from foxray.data.rolling import leading_nans
-
-FEATURES_VERSION = 1
-"""Part of the cache's key: grows with every change that alters a feature's value or place."""
 
 ORDER_TEXT = """
 return_1 range volume_above_mean_60 log_volatility_20 close_place session_age day_sin_1 day_cos_1 return_5

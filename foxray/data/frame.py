@@ -282,7 +282,8 @@ class Frame:
         # Each session is lifted above the one before, so that one running maximum serves them all.
         lift_R = (self.bars.session_R - self.bars.session_R[:1]) << 42
         running_R = np.maximum.accumulate(rolling.fixed(sign * x_R, 36) + lift_R) - lift_R
-        return sign * running_R / float(1 << 36)
+        extreme_R: Array = running_R * (sign / float(1 << 36))
+        return extreme_R
 
     def session_mean(self, x_R: Array, bits: int = rolling.MEAN_BITS) -> Array:
         """Mean since the session's first bar."""

@@ -14,15 +14,17 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import talib
 
 from foxray.data.cachefile import CacheWriter
 from foxray.data.columns import Columns, choose_columns, open_parquet
-from foxray.data.features import FEATURES_VERSION, compute_features, lookback_rows
+from foxray.data.features import compute_features, lookback_rows
 from foxray.data.frame import OVERLAP_ROWS, Bars, first_rows
 from foxray.data.plan import TRAIN, RowPlan, check_parts, plan_rows
 from foxray.data.prepared import PreparedData
@@ -33,8 +35,6 @@ from foxray.errors import UserError
 
 CHUNK_ROWS = 65_536
 """Rows derived at a time: about 120 MB of float64 features at 225."""
-
-LAYOUT_VERSION = 1
 
 Array = npt.NDArray[np.float64]
 
@@ -96,9 +96,18 @@ def _key(path: Path, settings: DataSettings, scaling: Scaling | None) -> str:
         "content": content,
         "settings": settings.to_dict(),
         "scaling": None if scaling is None else scaling.to_dict(),
-        "versions": [FEATURES_VERSION, LAYOUT_VERSION],
+        "code": _code_version(),
     }
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=20).hexdigest()
+
+
+@cache
+def _code_version() -> str:
+    """Return a hash of the code that decides what a prepared file holds, so that no stale one is opened."""
+    digest = hashlib.blake2b(talib.__version__.encode(), digest_size=20)
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
 
 
 def _open_kept(path: Path, key: str, log: Callable[[str], None]) -> PreparedData | None:
