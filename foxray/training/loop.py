@@ -1,0 +1,286 @@
+"""What a worker does from the first line to the last: the story of a run, told without Ray.
+
+`train` restores or builds the committed state, and then for every epoch takes optimizer steps over the
+epoch's order, validates, and writes a checkpoint. All that can run out of memory goes through `Recovery`;
+all that is worth recording goes to the authority. The same function runs on one process, on gloo
+processes in a test, and inside Ray Train.
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from foxray.memory.budget import current_budget
+from foxray.memory.device import DeviceMemory, device_memory
+from foxray.training.authority import Authority, Cancelled, PhaseReport, Rescheduled
+from foxray.training.checkpoint import Checkpoints, CommittedState
+from foxray.training.config import TrainConfig
+from foxray.training.recovery import Place, Recovery
+from foxray.training.sampler import epoch_order, rank_share
+from foxray.training.step import RepeatableAdamW, StepResult, TransactionalStep
+from foxray.workloads.base import Workload
+
+PROGRESS_EVERY_SECONDS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPlan:
+    """What the driver tells a worker at a launch, beside the configuration."""
+
+    launch: str
+    """Names this start of the worker group."""
+    effective_batch: int
+    """Samples per optimizer step over all workers."""
+    batch_sizes: dict[str, int] = field(default_factory=dict)
+    """Batch size to start each phase with, by "phase" or "phase/rank"; the latter wins."""
+    rungs: tuple[str, ...] = ()
+    """Rungs of `on_exhausted` that the run is on already."""
+
+    def batch_size(self, phase: str, rank: int) -> int:
+        """The size at which `rank` starts `phase`."""
+        return self.batch_sizes.get(f"{phase}/{rank}", self.batch_sizes[phase])
+
+
+class Trainer:
+    """One worker's run. `train()` is the whole of it; the other methods are its chapters."""
+
+    def __init__(
+        self,
+        *,
+        config: TrainConfig,
+        plan: WorkerPlan,
+        workload: Workload,
+        device: torch.device,
+        place: Place,
+        authority: Authority,
+        checkpoints: Checkpoints,
+    ) -> None:
+        self._config, self._plan, self._workload = config, plan, workload
+        self._device, self._place, self._authority = device, place, authority
+        self._checkpoints = checkpoints
+        self._rank = place.rank
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self._memory: DeviceMemory = device_memory(device)
+        self._effective_batch = plan.effective_batch
+        self._progress_due = 0.0
+        self._stop = False
+        self._seconds = {"training": 0.0, "validation": 0.0}
+        self._rows = {"training": 0, "validation": 0}
+        self._peaks: dict[str, int] = {}
+
+    def train(self) -> dict[str, Any]:
+        """Run to the end of the last epoch; the final metrics.
+
+        Raises MemoryExhausted, Rescheduled or Cancelled (after a checkpoint, where there is something
+        new to keep).
+        """
+        self._build()
+        try:
+            metrics: dict[str, float] = self.state.metrics
+            while self.state.epoch < self._config.epochs:
+                metrics = self._epoch()
+        except (Rescheduled, Cancelled) as stop:
+            # The committed state in this process is whole (that is what the step is for): keep it.
+            if isinstance(stop, Rescheduled) or self._rank == 0:
+                self._save()
+            raise
+        self._report_phases()
+        return metrics
+
+    # -- chapters ----------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        torch.manual_seed(self._config.seed)
+        self.model: nn.Module = self._workload.build_model().to(self._device)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._optimizer = RepeatableAdamW(parameters, learning_rate=self._config.learning_rate)
+        self.state = CommittedState()
+        restored = self._checkpoints.load_latest()
+        if restored is not None:
+            self.state = restored.state
+            self.model.load_state_dict(restored.model)
+            self._optimizer.load_state_dict(restored.optimizer)
+            self._effective_batch = self.state.effective_batch or self._effective_batch
+        self.state.effective_batch = self._effective_batch
+        self._saved_step = self.state.step if restored is not None else -1
+        self._workload.place(self._device)
+        for rung in self._plan.rungs:
+            self._enter_rung(rung)
+        self._training = self._recovery("training")
+        self._validation = self._recovery("validation")
+        self._step = TransactionalStep(
+            parameters=parameters,
+            optimizer=self._optimizer,
+            recovery=self._training,
+            max_grad_norm=self._config.max_grad_norm,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
+        steps_per_epoch = -(-self._workload.num_train // self._effective_batch)
+        self._announce(self._training, batches=steps_per_epoch * self._config.epochs - self.state.step)
+
+    def _epoch(self) -> dict[str, float]:
+        state, started = self.state, time.perf_counter()
+        order = epoch_order(self._workload.num_train, seed=self._config.seed, epoch=state.epoch)
+        self._memory.reset_peak()
+        self.model.train()
+        while state.cursor < len(order):
+            samples = order[state.cursor : state.cursor + self._effective_batch]
+            share = rank_share(samples, rank=self._rank, world_size=self._world_size)
+            result = self._step(share, self._loss_sum, stop=self._stop)
+            self._rows["training"] += len(share)
+            self._commit(result)
+            if result.stop:
+                raise Cancelled(f"stopped after step {state.step}")
+        self._seconds["training"] += time.perf_counter() - started
+        self._note_peak("training")
+        metrics = {"training_loss": state.loss_sum / max(1, state.loss_samples)} | self._validate()
+        state.metrics = metrics
+        state.epoch, state.cursor, state.loss_sum, state.loss_samples = state.epoch + 1, 0, 0.0, 0
+        if self._rank == 0:
+            self._authority.epoch_ended(epoch=state.epoch, step=state.step, metrics=metrics)
+            self._save()
+        return metrics
+
+    def _validate(self) -> dict[str, float]:
+        """Metrics over the held-out windows; every rank computes its share, in its own batch size."""
+        started = time.perf_counter()
+        self._memory.reset_peak()
+        self.model.eval()
+        self._validation.take_baseline()
+        self._validation.step = self.state.step
+        positions = rank_share(
+            torch.arange(self._workload.num_valid), rank=self._rank, world_size=self._world_size
+        )
+        totals = torch.zeros(len(self._workload.validation_sums), dtype=torch.float64, device=self._device)
+
+        def evaluate(piece: Tensor) -> None:
+            with torch.no_grad():
+                totals.add_(self._workload.evaluate(self.model, piece))
+            self._tell(phase="validation")
+
+        self._announce(self._validation, batches=-(-len(positions) // self._validation.batch_size))
+        self._validation.run(positions, evaluate)
+        if self._world_size > 1:
+            dist.all_reduce(totals)
+        self._seconds["validation"] += time.perf_counter() - started
+        self._rows["validation"] += len(positions)
+        self._note_peak("validation")
+        return {
+            name: total / self._workload.num_valid
+            for name, total in zip(self._workload.validation_sums, totals.tolist(), strict=True)
+        }
+
+    # -- the committed state -----------------------------------------------------------------------
+
+    def _commit(self, result: StepResult) -> None:
+        state = self.state
+        state.step += 1
+        state.cursor += result.samples
+        state.loss_sum += result.loss * result.samples
+        state.loss_samples += result.samples
+        self._training.step = state.step
+        if not self._config.keep_effective_batch:
+            self._follow_smallest(result.batch_sizes)
+        if self._rank == 0 and state.step % self._config.checkpoint_every == 0:
+            self._save()
+        self._tell(phase="training", loss=result.loss, batch_size=min(result.batch_sizes))
+
+    def _follow_smallest(self, batch_sizes: list[int]) -> None:
+        """The guide's plain behaviour: all ranks go on with the smallest batch, and the step shrinks."""
+        smallest = min(batch_sizes)
+        self._training.batch_size = smallest
+        shrunk = smallest * self._config.accumulation_steps * self._world_size
+        self._effective_batch = min(self._effective_batch, shrunk)
+        self.state.effective_batch = self._effective_batch
+
+    def _save(self) -> None:
+        if self.state.step == self._saved_step and self.state.cursor:
+            return
+        path = self._checkpoints.save(
+            self.state, self.model.state_dict(), self._optimizer.optimizer.state_dict()
+        )
+        self._saved_step = self.state.step
+        self._authority.checkpoint_written(step=self.state.step, epoch=self.state.epoch, path=path)
+
+    # -- small helpers -----------------------------------------------------------------------------
+
+    def _loss_sum(self, piece: Tensor) -> Tensor:
+        # One seed per (run, step, rank, first sample): a retry, and a resumed run, drop the same units.
+        first = int(piece[0])
+        torch.manual_seed(
+            hash((self._config.seed, self.state.step, self._rank, first)) & 0x7FFF_FFFF_FFFF_FFFF
+        )
+        return self._workload.loss_sum(self.model, piece)
+
+    def _recovery(self, phase: str) -> Recovery:
+        return Recovery(
+            phase=phase,
+            batch_size=self._plan.batch_size(phase, self._rank),
+            place=self._place,
+            memory=self._memory,
+            authority=self._authority,
+            device=self._device,
+            enter_rung=self._enter_rung,
+        )
+
+    def _enter_rung(self, rung: str) -> None:
+        if rung == "gradient-checkpointing":
+            self._workload.use_gradient_checkpointing(self.model)
+        elif rung == "cpu":
+            budget = current_budget()
+            if budget is not None:
+                budget.release_limit()
+            elif self._device.type != "cpu":
+                raise Rescheduled("on_exhausted=cpu: the run goes on without the GPU")
+
+    def _announce(self, recovery: Recovery, *, batches: int) -> None:
+        share = -(-self._effective_batch // self._world_size)
+        self._authority.phase_started(
+            phase=recovery.phase,
+            rank=self._rank,
+            batch_size=recovery.batch_size,
+            accumulation_steps=-(-share // recovery.batch_size) if recovery.phase == "training" else 1,
+            step=self.state.step,
+            batches=batches,
+        )
+
+    def _note_peak(self, phase: str) -> None:
+        peak_bytes = self._memory.peak_bytes
+        if peak_bytes is not None:
+            self._peaks[phase] = max(peak_bytes, self._peaks.get(phase, 0))
+
+    def _tell(self, **live: Any) -> None:
+        now = time.monotonic()
+        if now < self._progress_due:
+            return
+        self._progress_due = now + PROGRESS_EVERY_SECONDS
+        self._stop |= self._authority.progress(
+            rank=self._rank,
+            epoch=self.state.epoch,
+            epochs=self._config.epochs,
+            step=self.state.step,
+            cursor=self.state.cursor,
+            samples=self._workload.num_train,
+            memory_used_bytes=self._memory.live_bytes,
+            memory_peak_bytes=self._memory.peak_bytes,
+            memory_total_bytes=self._memory.total_bytes,
+            **live,
+        )
+
+    def _report_phases(self) -> None:
+        for recovery in (self._training, self._validation):
+            self._authority.phase_ended(
+                PhaseReport(
+                    phase=recovery.phase,
+                    rank=self._rank,
+                    batch_size=recovery.batch_size,
+                    duration_seconds=self._seconds[recovery.phase],
+                    rows=self._rows[recovery.phase],
+                    peak_bytes=self._peaks.get(recovery.phase),
+                )
+            )
