@@ -1,0 +1,69 @@
+"""`foxray predict`: quantiles for new bars from the last checkpoint of a run.
+
+Bars are prepared with the features and the scaling of the run, never with statistics of their own, and
+the forecasts are written in the unit of the target.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from foxray.data.prepare import prepare
+from foxray.data.scaling import Scaling
+from foxray.data.settings import DataSettings
+from foxray.data.windows import WindowGather
+from foxray.driver.run import checkpoint_folder, prepared_folder
+from foxray.errors import UserError
+from foxray.ledger.store import Ledger
+from foxray.models.tft import TemporalFusionTransformer, TftConfig
+from foxray.training.checkpoint import Checkpoints
+
+
+def predict(
+    storage: str,
+    run_id: str,
+    parquet_file: Path,
+    output: Path,
+    *,
+    batch_size: int,
+    log: Callable[[str], None],
+) -> int:
+    """Write one row a window: time, symbol (where there is one), and a column for each quantile.
+
+    Returns the number of rows. Raises UserError for an unknown run, a run without a checkpoint, or bars
+    that the run's features cannot be made from.
+    """
+    if not Ledger(storage).exists(run_id):
+        known = ", ".join(Ledger(storage).run_ids()[-5:]) or "none"
+        raise UserError(f"predict {run_id}: no such run in {storage}; the newest there: {known}")
+    restored = Checkpoints(checkpoint_folder(storage, run_id)).load_latest()
+    if restored is None:
+        raise UserError(f"predict {run_id}: the run has no whole checkpoint in {storage}; train it first")
+    scaling = Scaling.from_dict(restored.spec["scaling"])
+    settings = DataSettings.from_dict(restored.spec["data"])
+    data = prepare(parquet_file, settings, prepared_folder(storage), log=log, scaling=scaling)
+    config = TftConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in restored.spec["tft"].items()})
+    model = TemporalFusionTransformer(config)
+    model.load_state_dict(restored.model)
+    model.eval()
+    gather = WindowGather(data.features_RF, config.seq_len)
+    rows_N = data.all_windows_N
+    chunks = []
+    with torch.inference_mode():
+        for rows_B in rows_N.split(batch_size):
+            static_BS = data.symbol_R[rows_B].unsqueeze(1) if config.static_cardinalities else None
+            chunks.append(model(gather(rows_B), static_BS))
+    forecast_NQ = data.unscale_target(torch.cat(chunks))
+    columns = {"timestamp": pa.array(data.timestamps_R[rows_N].numpy(), pa.timestamp("ns", tz="UTC"))}
+    if data.symbols:
+        columns["symbol"] = pa.array([data.symbols[i] for i in data.symbol_R[rows_N].tolist()])
+    for index, quantile in enumerate(config.quantiles):
+        columns[f"p{quantile * 100:g}"] = pa.array(forecast_NQ[:, index].numpy())
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f"{output.name}.tmp")
+    pq.write_table(pa.table(columns), temporary)
+    temporary.replace(output)
+    return len(rows_N)
