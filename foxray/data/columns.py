@@ -115,7 +115,7 @@ def choose_columns(
 
     `wanted` are the features of a run to predict with: exactly those, in their order.
     """
-    timestamp, notes = _find_timestamp(path, schema)
+    timestamp, notes = find_timestamp(path, schema)
     lower = _by_lower_name(path, schema)
     symbol = lower.get("symbol")
     numeric = _numeric_columns(path, schema, skip={timestamp, symbol})
@@ -164,7 +164,8 @@ def _by_lower_name(path: Path, schema: pa.Schema) -> dict[str, str]:
     return names
 
 
-def _find_timestamp(path: Path, schema: pa.Schema) -> tuple[str, list[str]]:
+def find_timestamp(path: Path, schema: pa.Schema) -> tuple[str, list[str]]:
+    """Return the name of the column that holds the time, and what to say about it, or raise `UserError`."""
     lower = {name.lower(): name for name in schema.names}
     if TIMESTAMP in lower:
         return lower[TIMESTAMP], []
