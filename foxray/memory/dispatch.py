@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class DispatchAccount:
         self._until_failure = 0
 
     def charge_results(
-        self, result: object, arguments: Iterator[torch.Tensor]
+        self, results: Iterable[object], given: Iterable[object]
     ) -> torch.OutOfMemoryError | None:
         """Charge what an operation returned, except storages that it was given: views and in-place results.
 
@@ -102,14 +102,13 @@ class DispatchAccount:
         """
         if getattr(self._host, "depth", 0):
             return None
-        given: set[int] | None = None
-        for storage in _storages(_tensors((result,))):
+        for storage in _storages(results):
             known = self._charged.get(storage._cdata)
             if known is None or known[0]() is not storage:
-                if given is None:
-                    given = {storage._cdata for storage in _storages(arguments)}
-                if storage._cdata in given:
+                if any(other is storage for other in _storages(given)):
                     continue
+            elif known[1] == _rounded(storage.nbytes()):
+                continue
             failure = self._charge_storage(storage)
             if failure is not None:
                 return failure
@@ -168,7 +167,9 @@ class _ChargingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        failure = self._account.charge_results(result, _tensors((*args, *kwargs.values())))
+        results = result if isinstance(result, tuple | list) else (result,)
+        failure = self._account.charge_results(results, (*args, *kwargs.values()) if kwargs else args)
+        del results
         if failure is not None:
             # The traceback holds this frame: what did not fit must not live on in it, and an error that the
             # frame names would be a cycle, which keeps every tensor below until the garbage collector runs.
@@ -184,18 +185,16 @@ def _rounded(size_bytes: int) -> int:
     return -(-size_bytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
 
 
-def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
+def _storages(values: Iterable[object]) -> list[torch.UntypedStorage]:
+    """The storages of the tensors among `values`, lists and tuples included."""
+    found = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            # Sparse tensors hold their memory in strided parts; fake and meta ones hold none.
+            if value.layout is torch.strided:
+                storage = value.untyped_storage()
+                if storage.device.type == "cpu":
+                    found.append(storage)
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
-    for tensor in tensors:
-        # Fake and meta tensors hold no memory; sparse ones hold theirs in strided parts.
-        if tensor.layout is torch.strided and tensor.device.type == "cpu":
-            storage = tensor.untyped_storage()
-            if storage.device.type == "cpu":
-                yield storage
+            found += _storages(value)
+    return found
