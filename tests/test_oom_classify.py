@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +56,12 @@ DEVICE_TEXTS = [
     # Frameworks and libraries.
     "OOM when allocating tensor with shape[256,60,225] and type float on /device:GPU:0 by GPU_0_bfc",
     "CUDA OOM: batch of 64",
+    "job failed with OOM",
+    "oom detected in backward",
+    "[rank1]: GPU 0 ran out of memory",
+    "model.forward raised: Triton Error [CUDA]: out of memory",
+    "Memory allocation failed for tensor of 512 MiB",
+    "not enough memory on device: 2 GiB needed",
     "DriverError(CUDA_ERROR_OUT_OF_MEMORY, out of memory)",
     "CUDA driver error: out of memory",
     "HIP error: out of memory",
@@ -85,6 +92,16 @@ OTHER_TEXTS = [
     "unknown feature column 'room_temperature_zoom'",
     "bloom filter of the mushroom broom",
     "symbol OOM not found in the catalogue",
+    "column OOM: not numeric",
+    "history of run 7: OOM, OOM, success",
+    "metric oom_retries_total is missing",
+    "oom_score_adj is not writable",
+    "OOM recovery is switched off",
+    "use PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid out of memory",
+    "see https://pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory",
+    "the log says CUDA out of memory",
+    "WARNING: CUDA out of memory was handled",
+    "checkpoint lost: the previous attempt ended with CUDA out of memory",
     "potential causes: (1) The process is killed by SIGKILL by OOM killer due to high memory usage",
     "CUDA error 209: no kernel image is available",
     "CUDA error: 2 devices found, 4 wanted",
@@ -458,10 +475,8 @@ def test_imports_neither_torch_nor_ray() -> None:
     "exc", [ValueError("unknown column 'x'"), RuntimeError("loss is nan"), RuntimeError(TORCH_TEXT)]
 )
 def test_fast(exc: Exception) -> None:
-    start = time.perf_counter()
-    for _ in range(200):
-        classify(exc)
-    assert (time.perf_counter() - start) / 200 < 1e-3
+    seconds = min(timeit.repeat(lambda: classify(exc), number=20, repeat=10)) / 20
+    assert seconds < 1e-3
 
 
 def test_a_huge_text_is_no_trap() -> None:

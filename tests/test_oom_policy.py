@@ -4,7 +4,7 @@ import pickle
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foxray.oom import Attempt, Decision, Incident, OomPolicy, next_batch_size
@@ -171,7 +171,7 @@ def test_advice_stands_in_the_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("values", "named"),
     [
         ({"min_batch_size": 0}, ("min_batch_size", "0", "1 to 64")),
         ({"min_batch_size": 65}, ("min_batch_size", "65", "1 to 64")),
@@ -182,16 +182,16 @@ def test_advice_stands_in_the_text() -> None:
         ({"shrink": "third"}, ("shrink", "'third'", "'halve'")),
     ],
 )
-def test_bad_settings_are_named(settings: dict[str, object], named: tuple[str, ...]) -> None:
+def test_bad_settings_are_named(values: dict[str, object], named: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as caught:
-        OomPolicy(**settings)  # type: ignore[arg-type]
+        OomPolicy(**values)  # type: ignore[arg-type]
     for part in named:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("settings", [{"min_batch_size": 1}, {"min_batch_size": 64}, {"max_retries": 10}])
-def test_limits_are_allowed(settings: dict[str, int]) -> None:
-    OomPolicy(**settings)
+@pytest.mark.parametrize("values", [{"min_batch_size": 1}, {"min_batch_size": 64}, {"max_retries": 10}])
+def test_limits_are_allowed(values: dict[str, int]) -> None:
+    OomPolicy(**values)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +232,7 @@ POLICIES = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(policy=POLICIES, start=st.integers(1, 5000), largest=st.integers(0, 5000))
 def test_it_ends_within_its_limits(policy: OomPolicy, start: int, largest: int) -> None:
     """A device on which only batches up to `largest` fit (0: none does)."""
@@ -261,6 +262,7 @@ def test_it_ends_within_its_limits(policy: OomPolicy, start: int, largest: int) 
             assert sizes[-1] > policy.min_batch_size and not reachable
 
 
+@settings(deadline=None)
 @given(
     policy=POLICIES,
     history=st.lists(

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foxray.oom import Attempt, Incident, OomPolicy, texts
@@ -189,6 +189,7 @@ def test_advice_is_numbered_with_the_workarounds() -> None:
     assert text.endswith("\n   (4) A batch of 6 fits 8 GiB")
 
 
+@settings(deadline=None)
 @given(start=st.integers(1, 5000), minimum=st.integers(1, 64), retries=st.integers(0, 10))
 def test_following_the_hint_gets_further(start: int, minimum: int, retries: int) -> None:
     """With the settings that the text names, the same device is tried at a smaller batch than before."""

@@ -121,19 +121,31 @@ _OOM_DEED = re.compile(
     r" (?:when|while|during|trying|allocating|on allocat\w+|in (?:forward|backward))\b", re.IGNORECASE
 )
 _OOM_END = re.compile(r"(?: (?:error|exception|detected|occurred|on|in|at)\b|[:.!,]|\W*$)", re.IGNORECASE)
-_OOM_LEAD = re.compile(
-    r"^\W*(?:(?:cuda|hip|xpu|mps|gpu|device|host|cpu|vram|memory|got|hit|an?|fatal|runtime|error|worker|rank|step|\d+)\W*)*$",
-    re.IGNORECASE,
+_OOM_LEAD = _any(
+    r"cuda|hip|xpu|mps|gpu|device|host|cpu|vram|memory|got|hit|an?|fatal|runtime|error|failed|with|due|to",
+    r"worker|rank|step|job|training|validation|calibration|\d+",
 )
+_WORD = _family(r"\boom\b", needles="oom")
+_OOM_DEED = re.compile(
+    r" (?:when|while|during|trying|allocating|on allocat\w+|in (?:forward|backward))\b", re.IGNORECASE
+)
+_OOM_END = re.compile(r"(?: (?:error|exception|detected|occurred|on|in|at)\b|[:.!,]|\W*$)", re.IGNORECASE)
+_OOM_LEAD = frozenset(
+    "cuda hip xpu mps gpu device host cpu vram memory got hit a an fatal runtime error worker rank step job "
+    "training validation calibration failed with due to".split()
+)
+_WORD = re.compile(r"\w+")
 _CLAUSE_START = re.compile(r"[\n:;(]|[.!?,]\s|\s-\s")
 _SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)")
 _MOST_LEAD_WORDS = 6
-_OVER = _any(r"\b(?:recover\w*|retry\w*|retried|resolved|survived|earlier|previous\w*|past|last|old)\b")
+_OVER = _any(
+    r"\b(?:recover\w*|retry\w*|retried|resolved|survived|handled|ignored|earlier|previous\w*|past|last|old)\b"
+)
 _NOT_NOW = _any(
-    r"\b(?:if|when|may|might|could|would|should|avoid\w*|prevent\w*|no|not|never|after|like|such|about|called)\b"
+    r"\b(?:if|when|may|might|could|would|should|avoid\w*|prevent\w*|no|not|never|after|like|such|about|called|says?|said|logs?)\b"
 )
 _REPORTS = _any(r"\b(?:logs?|lines?|history|hints?|tips?|notes?|see|earlier|previous\w*|recovered)\W*$")
-_QUOTED = re.compile(r"(?<!\w)(['\"`])(?:(?!\1)[^\n])*?\1(?!\w)")
+_QUOTED = re.compile(r"https?://\S+|(?<!\w)(['\"`])(?:(?!\1)[^\n])*?\1(?!\w)", re.IGNORECASE)
 _FRAME = re.compile(r"^(?: {2,}|\t).*\n?", re.MULTILINE)
 _HOST_WORDS = _any(r"\bcpu\b", r"\bhost\b", r"\bram\b", r"\b(?:mkl)?cpu\b")
 _DEVICE_WORDS = _any(
@@ -239,7 +251,7 @@ def _worth_a_look(text: str) -> bool:
 
 
 def _own_words(text: str) -> str:
-    """The text without what it quotes: passages in quotation marks, the source lines of a traceback."""
+    """The text without addresses, passages in quotation marks, and source lines of a traceback."""
     if "Traceback (most recent call last)" in text:
         text = _FRAME.sub("", text)
     return _QUOTED.sub("", text)
@@ -282,7 +294,10 @@ def _allocates(text: str, found: re.Match[str]) -> bool:
     if _OOM_DEED.match(text, found.end()):
         return True
     line_start = text.rfind("\n", 0, found.start()) + 1
-    return bool(_OOM_LEAD.match(text[line_start : found.start()]) and _OOM_END.match(text, found.end()))
+    lead = _WORD.findall(text[line_start : found.start()].lower())
+    return all(word in _OOM_LEAD or word.isdigit() for word in lead) and bool(
+        _OOM_END.match(text, found.end())
+    )
 
 
 def _kind_near(text: str, found: re.Match[str]) -> Kind:
