@@ -125,15 +125,6 @@ _OOM_LEAD = _any(
     r"cuda|hip|xpu|mps|gpu|device|host|cpu|vram|memory|got|hit|an?|fatal|runtime|error|failed|with|due|to",
     r"worker|rank|step|job|training|validation|calibration|\d+",
 )
-_WORD = _family(r"\boom\b", needles="oom")
-_OOM_DEED = re.compile(
-    r" (?:when|while|during|trying|allocating|on allocat\w+|in (?:forward|backward))\b", re.IGNORECASE
-)
-_OOM_END = re.compile(r"(?: (?:error|exception|detected|occurred|on|in|at)\b|[:.!,]|\W*$)", re.IGNORECASE)
-_OOM_LEAD = frozenset(
-    "cuda hip xpu mps gpu device host cpu vram memory got hit a an fatal runtime error worker rank step job "
-    "training validation calibration failed with due to".split()
-)
 _WORD = re.compile(r"\w+")
 _CLAUSE_START = re.compile(r"[\n:;(]|[.!?,]\s|\s-\s")
 _SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)")
@@ -294,10 +285,8 @@ def _allocates(text: str, found: re.Match[str]) -> bool:
     if _OOM_DEED.match(text, found.end()):
         return True
     line_start = text.rfind("\n", 0, found.start()) + 1
-    lead = _WORD.findall(text[line_start : found.start()].lower())
-    return all(word in _OOM_LEAD or word.isdigit() for word in lead) and bool(
-        _OOM_END.match(text, found.end())
-    )
+    lead = _WORD.findall(text[line_start : found.start()])
+    return all(map(_OOM_LEAD.fullmatch, lead)) and bool(_OOM_END.match(text, found.end()))
 
 
 def _kind_near(text: str, found: re.Match[str]) -> Kind:
