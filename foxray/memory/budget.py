@@ -295,7 +295,7 @@ def _new_account(limit_bytes: int, device: torch.device, mode: Mode, gpu_index: 
             raise UserError(
                 f"the allocator mode needs a C++ compiler: {problem}; use the mode auto"
             ) from problem
-        _log.warning("emulating GPU memory by watching operations, 10-20%% slower: %s", problem)
+        _log.warning("emulating GPU memory by watching operations, slower and less exact: %s", problem)
         return DispatchAccount(limit_bytes, gpu_index)
 
 
