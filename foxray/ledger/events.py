@@ -389,7 +389,7 @@ def load_json(data: bytes) -> dict[str, Any]:
 def _layout(kind: type[Event]) -> list[tuple[str, frozenset[type], bool]]:
     """Name, types allowed in JSON, and whether it must be there, of each field.
 
-    Id and time are required although the class can make them: made at reading, they would change.
+    Id, time and schema are required although the class has defaults: at reading, these would be made up.
     """
     hints = typing.get_type_hints(kind)
     optional = {f.name for f in fields(kind) if not _required(f)} - {"event_id", "time_utc", "schema"}

@@ -95,7 +95,7 @@ class LocalFiles:
         """See `Files`."""
         try:
             with os.scandir(f"{self.root}/{folder}") as entries:
-                return [(entry.name, not entry.is_dir()) for entry in entries]
+                return [(entry.name, not _is_folder(entry)) for entry in entries]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -236,3 +236,10 @@ class ArrowFiles:
 
     def _path(self, path: str) -> str:
         return f"{self.root}/{path}" if self.root else path
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads round in a circle; reading it says so
+        return False
