@@ -17,3 +17,32 @@ $(VENV)/installed: pyproject.toml
 $(VENV)/installed-bench: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet "$(TORCH)" --group bench
 	touch $@
+
+# Trains a small model on synthetic bars in an emulated GPU that is too small for the batch asked for.
+demo: $(VENV)/installed
+	rm -rf demo-runs
+	$(BIN)/foxray synth demo-runs/bars.parquet --days 10
+	$(BIN)/foxray train --model tft --parquet-file demo-runs/bars.parquet --epochs 1 --batch-size 64 \
+	    --hidden-dim 16 --window-stride 8 --emulate-gpu 160MiB --storage demo-runs --run-id demo
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# All of it: style, types, fast tests first, then those with real Ray clusters and processes.
+test: lint
+	$(BIN)/python -m pytest -m "not soak"
+
+# What to run while working: under three minutes.
+fast: lint
+	$(BIN)/python -m pytest -m "not slow and not soak"
+
+soak: $(VENV)/installed
+	$(BIN)/python -m pytest -m soak
+
+bench: $(VENV)/installed-bench
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) demo-runs foxray-runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

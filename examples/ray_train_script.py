@@ -11,15 +11,15 @@ from foxray import TorchTrainer, memory_budget  # was: from ray.train.torch impo
 
 def train_loop(config: dict) -> dict:
     torch.manual_seed(0)
-    with memory_budget(12 * 2**20):
+    with memory_budget(2 * 2**20):
         model = ray.train.torch.prepare_model(
-            nn.Sequential(nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 1))
+            nn.Sequential(nn.Linear(16, 4096), nn.GELU(), nn.Linear(4096, 1))
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for step in range(20):
             optimizer.zero_grad()
             for _ in range(config["accumulation_steps"]):  # grows as the batch shrinks
-                x = torch.randn(config["batch_size"], 64)
+                x = torch.randn(config["batch_size"], 16)
                 loss = (model(x).squeeze(1) - x.sum(1)).pow(2).mean() / config["accumulation_steps"]
                 loss.backward()
             optimizer.step()

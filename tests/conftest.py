@@ -68,3 +68,15 @@ def foxray_cli(ray_cluster: str, tmp_path: Path) -> Callable[..., subprocess.Com
         )
 
     return run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fast tests first; tests for a GPU are skipped where there is none."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in items:
+                if item.get_closest_marker("gpu"):
+                    item.add_marker(pytest.mark.skip(reason="no CUDA device"))

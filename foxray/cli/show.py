@@ -61,10 +61,10 @@ def _print(summary: "RunSummary", uri: str) -> None:
 
     console = open_console()
     _print_header(console, summary, uri)
-    _print_attempts(console, summary)
+    print_attempts(console, summary)
     _print_incidents(console, summary)
-    _print_phases(console, summary)
-    _print_epochs(console, summary)
+    print_phases(console, summary)
+    print_epochs(console, summary)
     if summary.message:
         console.print(f"{summary.outcome}: {summary.message}", style="bold")
     for name, reason in summary.skipped:
@@ -119,7 +119,8 @@ def _print_header(console: "Console", summary: "RunSummary", uri: str) -> None:
     console.print(table)
 
 
-def _print_attempts(console: "Console", summary: "RunSummary") -> None:
+def print_attempts(console: "Console", summary: "RunSummary") -> None:
+    """A row for each try of a phase at one batch size."""
     from rich.text import Text
 
     from foxray.cli.tables import STYLES, moment, new_table, whole
@@ -206,7 +207,8 @@ def _print_incidents(console: "Console", summary: "RunSummary") -> None:
             console.print(f"workers {', '.join(map(str, lost.ranks))} lost: {lost.reason} ({after})")
 
 
-def _print_phases(console: "Console", summary: "RunSummary") -> None:
+def print_phases(console: "Console", summary: "RunSummary") -> None:
+    """A row for each finished phase: batch sizes by rank, duration, peak memory."""
     from foxray.cli.tables import new_table, seconds, size
 
     if not summary.phases:
@@ -228,7 +230,8 @@ def _print_phases(console: "Console", summary: "RunSummary") -> None:
         console.print(f"recovery, from the error to the next try: {times}")
 
 
-def _print_epochs(console: "Console", summary: "RunSummary") -> None:
+def print_epochs(console: "Console", summary: "RunSummary") -> None:
+    """A row for each epoch: losses and other metrics."""
     from foxray.cli.tables import new_table, number
 
     if not summary.epochs:

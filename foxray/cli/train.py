@@ -143,7 +143,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a model; an out-of-memory halves the batch and goes on."""
-    from foxray.cli.show import print_outcome
+    from foxray.cli.outcome import print_outcome
     from foxray.driver.resume import resume_config
     from foxray.driver.run import run_training
     from foxray.training.config import load_config

@@ -94,7 +94,7 @@ class Coordinator:
                 accumulation_steps=accumulation_steps,
                 step=step,
             )
-            if first:
+            if first and batches:
                 self._say(
                     "info", texts.phase_start(phase, batches=batches, batch_size=batch_size), phase=phase
                 )

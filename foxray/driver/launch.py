@@ -17,6 +17,7 @@ from ray.train.torch import TorchConfig
 from foxray.driver.coordinator import View
 from foxray.driver.failures import Failures, sort_failures
 from foxray.errors import FoxrayError, MemoryExhausted
+from foxray.oom import impossible_request
 from foxray.training.authority import Cancelled
 
 POLL_SECONDS = 0.2
@@ -108,6 +109,11 @@ class Launches:
             rank, cause = next(iter(failures.other.items()))
             if isinstance(cause, FoxrayError):
                 raise cause
+            if (request := impossible_request(cause)) is not None:
+                raise FoxrayError(
+                    f"rank {rank} asked for memory that no device has ({request}): a corrupted size or an "
+                    "overflow, which no smaller batch cures; check the model's sizes and the data"
+                ) from error
             raise FoxrayError(f"rank {rank} failed: {type(cause).__name__}: {cause}") from error
         self._decide_incidents(failures, launch)
         if failures.lost or (failures.collateral and not failures.rescheduled and not failures.incidents):

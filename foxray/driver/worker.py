@@ -115,7 +115,7 @@ def run_worker(loop_config: dict[str, Any]) -> dict[str, float]:
     )
     with ExitStack() as stack:
         if task.budget_bytes is not None:
-            stack.enter_context(memory_budget(task.budget_bytes, device=task.device))
+            stack.enter_context(memory_budget(task.budget_bytes, device=task.device, label=task.gpu_label))
         workload = create_workload(task.config, task.prepared_path)
         trainer = Trainer(
             config=task.config,

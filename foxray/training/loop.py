@@ -111,6 +111,8 @@ class Trainer:
         for rung in self._plan.rungs:
             self._enter_rung(rung)
         self._training = self._recovery("training")
+        share = -(-self._effective_batch // self._world_size)
+        self._training.batch_size = min(self._training.batch_size, share)
         self._validation = self._recovery("validation")
         self._step = TransactionalStep(
             parameters=parameters,

@@ -79,25 +79,27 @@ class Recovery:
         cursor = 0
         while cursor < len(samples_N):
             piece = samples_N[cursor : cursor + self.batch_size]
-            if self._survives(work, piece, size=len(piece)):
+            if self._survives(lambda piece=piece: work(piece)):
                 cursor += len(piece)
 
     def repeat(self, work: Callable[[], None]) -> None:
         """Call `work`, which may be called again at any time, until it does not run out of memory."""
-        while not self._survives(lambda _: work(), None, size=self.batch_size):
+        while not self._survives(work):
             pass
 
-    def _survives(self, work: Callable[[Tensor], None], piece: Tensor | None, *, size: int) -> bool:
-        incident = self._attempt(work, piece)
+    def _survives(self, work: Callable[[], None]) -> bool:
+        incident = self._attempt(work)
         if incident is None:
             return True
         raised = time.perf_counter()
-        self._recover(replace(incident, phase=self.phase, batch_size=size), raised)
+        # Named is the batch size, also where the last piece of a step was shorter: what has to shrink is
+        # the size, and a tail of two samples that meets a passing shortage is not "at the minimum".
+        self._recover(replace(incident, phase=self.phase, batch_size=self.batch_size), raised)
         return False
 
-    def _attempt(self, work: Callable[..., None], piece: Tensor | None) -> Incident | None:
+    def _attempt(self, work: Callable[[], None]) -> Incident | None:
         try:
-            work(piece)
+            work()
         except Exception as error:
             incident = classify(
                 error, free_bytes=self._memory.free_bytes, total_bytes=self._memory.total_bytes

@@ -50,7 +50,7 @@ class TftWorkload:
     def build_model(self) -> nn.Module:
         """A TFT whose output starts at the empirical quantiles of the training targets."""
         model = TemporalFusionTransformer(self._model_config)
-        initialise_quantile_head(model, self._data.naive_quantiles(self._model_config.quantiles))
+        initialise_quantile_head(model, self._data.target_quantiles(self._model_config.quantiles))
         return model
 
     def place(self, device: torch.device) -> None:
