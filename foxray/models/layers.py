@@ -66,10 +66,17 @@ class GatedResidual(nn.Module):
     """Gated residual network with an optional context added before the nonlinearity (equations 2 to 4)."""
 
     def __init__(
-        self, in_dim: int, hidden_dim: int, out_dim: int, *, dropout: float, context_dim: int | None = None
+        self,
+        in_dim: int,
+        hidden_dim: int,
+        out_dim: int,
+        *,
+        dropout: float,
+        context_dim: int | None = None,
+        linear_skip: bool = False,
     ) -> None:
         super().__init__()
-        self.skip = linear(in_dim, out_dim) if in_dim != out_dim else nn.Identity()
+        self.skip = linear(in_dim, out_dim) if linear_skip or in_dim != out_dim else nn.Identity()
         self.hidden = linear(in_dim, hidden_dim)
         self.context = None if context_dim is None else linear(context_dim, hidden_dim, bias=False)
         self.linear = linear(hidden_dim, hidden_dim)

@@ -180,7 +180,11 @@ class TemporalFusionTransformer(nn.Module):
                 context.lstm_hidden_BH.expand(layers, -1, -1).contiguous(),
                 context.lstm_cell_BH.expand(layers, -1, -1).contiguous(),
             )
-        temporal_BTH: Tensor = self.lstm_gate(self.lstm(mixed_BTH, state)[0], mixed_BTH)
+        # PyTorch has a bfloat16 LSTM for few CPUs and raises on the others: there it leaves autocast.
+        device = mixed_BTH.device.type
+        with torch.autocast(device, enabled=device != "cpu" and torch.is_autocast_enabled(device)):
+            recalled_BTH = self.lstm(mixed_BTH, state)[0]
+        temporal_BTH: Tensor = self.lstm_gate(recalled_BTH, mixed_BTH)
         return temporal_BTH
 
     def _decide(

@@ -72,29 +72,21 @@ class _GateAddNormSum(torch.autograd.Function):
         ctx: Any, skip_CNH: Tensor, gate_CNG: Tensor, weights_NC: Tensor, scale_CH: Tensor, shift_CH: Tensor
     ) -> Tensor:
         ctx.save_for_backward(skip_CNH, gate_CNG, weights_NC, scale_CH, shift_CH)
-        normal_CNH, _, _, _ = _normalise(skip_CNH, gate_CNG)
-        normal_CNH.mul_(scale_CH.unsqueeze(1)).mul_(weights_NC.t().unsqueeze(-1))
-        return normal_CNH.sum(0) + weights_NC.to(shift_CH.dtype) @ shift_CH
+        with torch.autocast(skip_CNH.device.type, enabled=False):
+            normal_CNH, _, _, _ = _normalise(skip_CNH, gate_CNG, scale_CH.dtype)
+            normal_CNH.mul_(scale_CH.unsqueeze(1)).mul_(weights_NC.t().unsqueeze(-1))
+            return normal_CNH.sum(0) + weights_NC.to(scale_CH.dtype) @ shift_CH
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         skip_CNH, gate_CNG, weights_NC, scale_CH, shift_CH = ctx.saved_tensors
-        (grad_NH,) = grads
-        normal_CNH, residual_CNH, mean, rstd = _normalise(skip_CNH, gate_CNG)
-        weights_CN1 = weights_NC.t().unsqueeze(-1).to(scale_CH.dtype)
-
-        product_CNH = normal_CNH.mul_(grad_NH)
-        grad_scale_CH = (weights_CN1.transpose(1, 2) @ product_CNH).squeeze(1)
-        grad_weights_NC = (product_CNH @ scale_CH.unsqueeze(-1)).squeeze(-1).t() + grad_NH @ shift_CH.t()
-        grad_shift_CH = weights_NC.t().to(grad_NH.dtype) @ grad_NH
-
-        torch.mul(weights_CN1, scale_CH.unsqueeze(1), out=product_CNH).mul_(grad_NH)
-        grad_residual_CNH = torch.ops.aten.native_layer_norm_backward(
-            product_CNH, residual_CNH, [residual_CNH.shape[-1]], mean, rstd, None, None, [True, False, False]
-        )[0]
-        grad_gate_CNG = torch.ops.aten.glu_backward(grad_residual_CNH, gate_CNG.to(residual_CNH.dtype), -1)
+        dtype = scale_CH.dtype
+        with torch.autocast(skip_CNH.device.type, enabled=False):
+            grad_skip_CNH, grad_gate_CNG, grad_weights_NC, grad_scale_CH, grad_shift_CH = _gradients(
+                skip_CNH, gate_CNG.to(dtype), weights_NC.to(dtype), scale_CH, shift_CH, grads[0]
+            )
         return (
-            grad_residual_CNH.to(skip_CNH.dtype),
+            grad_skip_CNH.to(skip_CNH.dtype),
             grad_gate_CNG.to(gate_CNG.dtype),
             grad_weights_NC.to(weights_NC.dtype),
             grad_scale_CH,
@@ -102,9 +94,36 @@ class _GateAddNormSum(torch.autograd.Function):
         )
 
 
-def _normalise(skip_CNH: Tensor, gate_CNG: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _gradients(
+    skip_CNH: Tensor,
+    gate_CNG: Tensor,
+    weights_NC: Tensor,
+    scale_CH: Tensor,
+    shift_CH: Tensor,
+    grad_NH: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the five inputs, all in the dtype of the parameters."""
+    normal_CNH, residual_CNH, mean, rstd = _normalise(skip_CNH, gate_CNG, scale_CH.dtype)
+    weights_CN1 = weights_NC.t().unsqueeze(-1)
+
+    product_CNH = normal_CNH.mul_(grad_NH)
+    grad_scale_CH = (weights_CN1.transpose(1, 2) @ product_CNH).squeeze(1)
+    grad_weights_NC = (product_CNH @ scale_CH.unsqueeze(-1)).squeeze(-1).t() + grad_NH @ shift_CH.t()
+    grad_shift_CH = weights_NC.t() @ grad_NH
+
+    grad_normal_CNH = torch.mul(weights_CN1, scale_CH.unsqueeze(1), out=product_CNH).mul_(grad_NH)
+    grad_residual_CNH = torch.ops.aten.native_layer_norm_backward(
+        grad_normal_CNH, residual_CNH, [residual_CNH.shape[-1]], mean, rstd, None, None, [True, False, False]
+    )[0]
+    grad_gate_CNG = torch.ops.aten.glu_backward(grad_residual_CNH, gate_CNG, -1)
+    return grad_residual_CNH, grad_gate_CNG, grad_weights_NC, grad_scale_CH, grad_shift_CH
+
+
+def _normalise(
+    skip_CNH: Tensor, gate_CNG: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """LayerNorm without affine map of the gated residual, that residual, its mean and 1/deviation."""
-    residual_CNH = F.glu(gate_CNG, dim=-1).add_(skip_CNH)
+    residual_CNH = F.glu(gate_CNG.to(dtype), dim=-1).add_(skip_CNH)
     normal_CNH, mean, rstd = torch.native_layer_norm(
         residual_CNH, [residual_CNH.shape[-1]], None, None, LAYER_NORM_EPS
     )
@@ -148,7 +167,12 @@ class VariableSelection(nn.Module):
         super().__init__()
         context_dim = hidden_dim if has_context else None
         self.weigh = GatedResidual(
-            num_features, hidden_dim, num_features, dropout=dropout, context_dim=context_dim
+            num_features,
+            hidden_dim,
+            num_features,
+            dropout=dropout,
+            context_dim=context_dim,
+            linear_skip=True,
         )
         self.embed = FeatureLinear(num_features, 1, hidden_dim)
         self.residuals = FeatureResiduals(num_features, hidden_dim, dropout=dropout)
