@@ -199,6 +199,21 @@ def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
         Ledger(tmp_path / "store").create("r")
 
 
+def test_an_event_becomes_visible_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Ledger(tmp_path).create("r")
+    event, rename, seen = created("r"), os.replace, []
+
+    def look_then_rename(source: str, target: str) -> None:
+        assert run.events() == [] and not Path(target).exists()
+        assert Path(source).read_bytes() == ev.to_json(event)
+        seen.append(target)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", look_then_rename)
+    run.append(event)
+    assert len(seen) == 1 and run.events() == [event]
+
+
 def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Ledger(tmp_path).create("r")
 
