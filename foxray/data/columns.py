@@ -98,7 +98,8 @@ def open_parquet(path: Path) -> pq.ParquetFile:
             "missing). Copy or write it again."
         )
     try:
-        return pq.ParquetFile(path)
+        # Without pre-buffering: it would hold the whole file while batches are read.
+        return pq.ParquetFile(path, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: a damaged Parquet file ({first_line(error)}). Write it again.") from error
 

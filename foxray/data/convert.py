@@ -22,7 +22,7 @@ from foxray.data.columns import OHLC, TIMESTAMP, find_timestamp, first_line, is_
 from foxray.data.replacing import replacing
 from foxray.errors import UserError
 
-PRICE_SCALE = 1e-9
+PRICES_PER_UNIT = 1e9
 NO_PRICE = np.iinfo(np.int64).max
 MINUTE_NS = 60 * 10**9
 RECORDS_PER_BLOCK = 500_000
@@ -131,7 +131,7 @@ def _decoded(path: Path, blocks: Iterator[Any]) -> Iterator[Any]:
 
 def _ohlcv_bars(block: Any) -> Bars:
     whole = block[np.logical_and.reduce([block[name] != NO_PRICE for name in OHLC])]
-    bars: Bars = {name: whole[name] * PRICE_SCALE for name in OHLC}
+    bars: Bars = {name: whole[name] / PRICES_PER_UNIT for name in OHLC}
     return bars | {
         TIMESTAMP: whole["ts_event"].astype(np.int64),
         "instrument": whole["instrument_id"],
@@ -142,7 +142,7 @@ def _ohlcv_bars(block: Any) -> Bars:
 def _trade_bars(block: Any) -> Bars:
     """Return each trade as a bar of its own, at the start of its minute."""
     trades = block[(block["action"] == b"T") & (block["price"] != NO_PRICE)]
-    price = trades["price"] * PRICE_SCALE
+    price = trades["price"] / PRICES_PER_UNIT
     times = trades["ts_event"].astype(np.int64)
     bars: Bars = dict.fromkeys(OHLC, price)
     return bars | {

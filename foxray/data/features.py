@@ -20,6 +20,7 @@ from foxray.data import indicators_market, indicators_return, indicators_trend
 from foxray.data.feature import Feature
 from foxray.data.frame import Bars, Frame, session_blocks
 from foxray.data.rolling import leading_nans
+from foxray.data.scaling import CLIP_SIGMAS
 
 ORDER_TEXT = """
 return_1 range volume_above_mean_60 log_volatility_20 close_place session_age day_sin_1 day_cos_1 return_5
@@ -116,3 +117,38 @@ def lookback_rows(names: tuple[str, ...]) -> int:
     )
     values_RF = compute_features(bars, names)
     return max((leading_nans(values_RF[:, place]) for place in range(len(names))), default=0)
+
+
+def describe_features() -> str:
+    """Return the page `docs/features.md`: every derived feature in order, with what it says."""
+    without = derived_names(has_volume=False)
+    lines = [
+        "# Derived features",
+        "",
+        "<!-- Written by `python -m foxray.data.features > docs/features.md`; a test keeps it so. -->",
+        "",
+        f"From open, high, low, close and volume foxray derives {len(ORDER)} features. Without a volume the",
+        f"{len(without)} that are not marked remain, in the same order. `--num-features N` takes the first N",
+        "of the file's own numeric columns followed by these.",
+        "",
+        "Prices enter as logarithms, so every level is a ratio. A number in a name counts bars. No feature",
+        "reads a later row: the features of the first rows alone are the first rows of the whole's. Memory",
+        "is a window, the running session or an exponential average, so a file can be prepared in chunks.",
+        f"All are there after the first {lookback_rows(ORDER)} rows of a symbol, where windows begin.",
+        "",
+        f"Scaling is to mean 0 and deviation 1 over the training part, cut at {CLIP_SIGMAS:g} deviations.",
+        "*Volatility* is the root mean square of one-bar log returns; a *scored* return is divided by the",
+        "moving volatility before it. A session lies between two pauses longer than `--session-gap` and is",
+        "cut every 24 hours.",
+        "",
+        "| # | name | what it says | needs volume |",
+        "|---|---|---|---|",
+    ]
+    for number, feature in enumerate(features_by_name().values(), start=1):
+        mark = "yes" if feature.needs_volume else ""
+        lines.append(f"| {number} | `{feature.name}` | {feature.about} | {mark} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(describe_features(), end="")

@@ -210,11 +210,12 @@ class _Job:
     def _chunks(self, plan: RowPlan) -> Iterator[_Chunk]:
         """Yield the features of all rows in order, a chunk of one symbol at a time."""
         opening_R = first_rows(plan.session_R)
+        derived = bool(self.columns.derived)
         for first, last in zip(plan.symbol_starts[:-1], plan.symbol_starts[1:], strict=True):
             for begin in range(first, last, self.chunk_rows):
                 end = min(begin + self.chunk_rows, last)
                 # The running session is read from one row before its start: the close before it is a feature.
-                warm = max(first, min(begin - OVERLAP_ROWS, int(opening_R[begin]) - 1))
+                warm = max(first, min(begin - OVERLAP_ROWS, int(opening_R[begin]) - 1)) if derived else begin
                 values_CF = self._derive(slice(warm, end), plan)[begin - warm :]
                 yield _Chunk(begin=begin, end=end, values_CF=values_CF)
 
@@ -223,6 +224,8 @@ class _Job:
         columns = self.columns
         values = self.scan.store.gather(self.scan.order_R[rows])
         place = {name: position for position, name in enumerate(columns.numeric)}
+        if columns.own == columns.numeric:
+            return values
         own_CF = values[:, [place[name] for name in columns.own]]
         if not columns.derived:
             return own_CF
@@ -260,7 +263,8 @@ class _Job:
             part_mean_F = part_CF.mean(axis=0)
             apart_F = part_mean_F - mean_F
             total = count + len(part_CF)
-            square_F += ((part_CF - part_mean_F) ** 2).sum(axis=0) + apart_F**2 * count * len(part_CF) / total
+            part_CF -= part_mean_F
+            square_F += np.einsum("cf,cf->f", part_CF, part_CF) + apart_F**2 * count * len(part_CF) / total
             mean_F = mean_F + apart_F * len(part_CF) / total
             count = total
         std_F = np.sqrt(square_F / max(count, 1))
@@ -300,7 +304,8 @@ class _Job:
 
 def scale_features(values_CF: Array, scaling: Scaling) -> npt.NDArray[np.float32]:
     """Return features in standard deviations from their mean, cut at `CLIP_SIGMAS`; look-back rows as 0."""
-    scaled_CF: Array = (values_CF - np.array(scaling.feature_mean)) / np.array(scaling.feature_std)
+    scaled_CF: Array = values_CF - np.array(scaling.feature_mean)
+    scaled_CF /= np.array(scaling.feature_std)
     np.nan_to_num(scaled_CF, copy=False, nan=0.0)
     np.clip(scaled_CF, -CLIP_SIGMAS, CLIP_SIGMAS, out=scaled_CF)
     return scaled_CF.astype(np.float32)

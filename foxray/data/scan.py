@@ -26,7 +26,9 @@ import pyarrow.types as pt
 from foxray.data.columns import Columns, first_line, is_text
 from foxray.errors import UserError
 
-BATCH_ROWS = 65_536
+BATCH_BYTES = 16 << 20
+"""Values read at a time, as float64."""
+
 SMALLEST_EPOCH_NS = 10**16
 """Integers below this (April 1970 in ns) are seconds, milliseconds or microseconds given for nanoseconds."""
 
@@ -43,7 +45,7 @@ class RowStore:
 
     def append(self, values_NC: Array) -> None:
         """Add rows."""
-        self._file.write(np.ascontiguousarray(values_NC).tobytes())
+        self._file.write(np.ascontiguousarray(values_NC).data)
 
     def gather(self, rows_R: Ints) -> Array:
         """Return the given rows as [R, C]."""
@@ -145,7 +147,7 @@ def _scan_into(store: RowStore, path: Path, file: pq.ParquetFile, columns: Colum
 
 def _batches(path: Path, file: pq.ParquetFile, names: list[str]) -> Iterator[pa.RecordBatch]:
     try:
-        yield from file.iter_batches(batch_size=BATCH_ROWS, columns=names)
+        yield from file.iter_batches(batch_size=max(BATCH_BYTES // (8 * len(names)), 1024), columns=names)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: a damaged Parquet file ({first_line(error)}). Write it again.") from error
 
