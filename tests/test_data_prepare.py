@@ -12,7 +12,7 @@ import pytest
 import torch
 from data_bars import bars_of, minutes, real_or_synthetic, table_of, write
 
-from foxray.data.features import ORDER, compute_features, lookback_rows
+from foxray.data.features import ORDER, compute_features, derived_names, lookback_rows
 from foxray.data.prepare import prepare
 from foxray.data.prepared import PreparedData
 from foxray.data.scaling import CLIP_SIGMAS, Scaling
@@ -119,6 +119,15 @@ def test_chunks_agree_with_the_whole(bars_file: Path, tmp_path: Path, chunk_rows
     assert torch.equal(parts.train_windows_N, whole.train_windows_N)
 
 
+def test_chunks_agree_where_the_market_never_closes(tmp_path: Path) -> None:
+    rows = 9000
+    bars = table_of(rows).set_column(0, "timestamp", pa.array(minutes(rows)))
+    file = write(tmp_path / "bars.parquet", bars)
+    whole = prepare(file, DataSettings(), tmp_path / "whole", log=quiet)
+    parts = prepare(file, DataSettings(), tmp_path / "parts", log=quiet, chunk_rows=2500)
+    assert torch.allclose(parts.features_RF, whole.features_RF, rtol=0, atol=1e-6)
+
+
 def test_symbols_are_apart(tmp_path: Path) -> None:
     both = table_of(1500, symbols=("B", "A"))
     chosen = DataSettings(seq_len=10)
@@ -160,10 +169,17 @@ def test_own_columns_are_used_as_they_are_with_a_target(tmp_path: Path) -> None:
 def test_own_columns_come_before_derived_ones(tmp_path: Path) -> None:
     table = table_of(1000)
     table = table.append_column("mood", pa.array(np.random.default_rng(0).random(1000)))
-    data = prepare(write(tmp_path / "mood.parquet", table), DataSettings(seq_len=10), tmp_path, log=quiet)
+    chosen = DataSettings(seq_len=10, num_features=225)
+    data = prepare(write(tmp_path / "mood.parquet", table), chosen, tmp_path, log=quiet)
     assert data.feature_names == ["mood", *ORDER[:224]]
-    everything = DataSettings(seq_len=10, num_features=None)
+    everything = DataSettings(seq_len=10)
     assert prepare(tmp_path / "mood.parquet", everything, tmp_path, log=quiet).num_features == 226
+
+
+def test_volume_may_be_missing(tmp_path: Path) -> None:
+    bars = write(tmp_path / "bars.parquet", table_of(1000).drop_columns("volume"))
+    data = prepare(bars, DataSettings(seq_len=10), tmp_path, log=quiet)
+    assert data.feature_names == list(derived_names(has_volume=False))
 
 
 def test_225_columns_of_ones_own(tmp_path: Path) -> None:
@@ -222,6 +238,25 @@ def test_new_bars_keep_the_ids_of_the_runs_symbols(tmp_path: Path) -> None:
     stranger = write(tmp_path / "s.parquet", table_of(900, symbols=("C",)))
     with pytest.raises(UserError, match=r"s\.parquet: column 'symbol' holds 'C'"):
         prepare(stranger, SMALL, tmp_path, log=quiet, scaling=run.scaling)
+
+
+def test_new_bars_need_the_features_of_the_run_but_no_target(tmp_path: Path) -> None:
+    chosen = DataSettings(seq_len=4, target="t", num_features=2)
+    run_file = write(tmp_path / "run.parquet", own_columns(t=np.random.default_rng(5).random(400)))
+    run = prepare(run_file, chosen, tmp_path, log=quiet)
+    assert run.feature_names == ["a", "b"]
+    data = prepare(
+        write(tmp_path / "new.parquet", own_columns(more=np.zeros(400))),
+        chosen,
+        tmp_path,
+        log=quiet,
+        scaling=run.scaling,
+    )
+    assert data.feature_names == ["a", "b"] and torch.isnan(data.target_R).all()
+    assert len(data.all_windows_N) == 397
+    only_a = {name: values for name, values in own_columns().items() if name != "b"}
+    with pytest.raises(UserError, match=r"1 of the run's 2 features are missing, the first is 'b'"):
+        prepare(write(tmp_path / "less.parquet", only_a), chosen, tmp_path, log=quiet, scaling=run.scaling)
 
 
 def test_duration_is_the_span_of_the_bars(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foxray.data import rolling
@@ -42,6 +42,7 @@ def test_correlation_equals_numpy() -> None:
     assert np.isnan(ours_R[:59]).all()
 
 
+@settings(deadline=None)
 @given(start=st.integers(0, 300), window=st.sampled_from([5, 30, 120]))
 def test_the_same_bits_wherever_a_series_begins(start: int, window: int) -> None:
     for of in (

@@ -5,6 +5,9 @@ Legend: R rows, B windows of a batch, T rows of a window, F features.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +22,7 @@ from foxray.errors import UserError
 MINUTE_NS = 60 * 10**9
 
 
+@settings(deadline=None)
 @given(
     rows=st.integers(5, 60), seq_len=st.integers(1, 5), features=st.integers(1, 7), seed=st.integers(0, 99)
 )
@@ -63,7 +67,7 @@ def rows_of_symbols(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(times).astype(np.int64) * MINUTE_NS, np.concatenate(symbols).astype(np.int64)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     data=rows_of_symbols(),
     seq_len=st.integers(1, 6),
@@ -122,3 +126,8 @@ def test_settings_out_of_range_name_their_flag(name: str, value: float) -> None:
 def test_settings_survive_json() -> None:
     chosen = DataSettings(seq_len=5, target="x", num_features=None)
     assert DataSettings.from_dict({**chosen.to_dict(), "unknown": 1}) == chosen
+
+
+def test_settings_load_without_torch() -> None:
+    program = "import sys, foxray.data.settings; sys.exit('torch' in sys.modules or 'pyarrow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

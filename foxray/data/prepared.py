@@ -40,6 +40,7 @@ class PreparedData:
         self.split_ns: int = metadata["split_ns"]
         self.lookback_rows: int = metadata["lookback_rows"]
         self._batch = batch
+        self._quantiles: dict[tuple[float, ...], Tensor] = {}
 
     @classmethod
     def open(cls, path: Path | str) -> PreparedData:
@@ -137,15 +138,14 @@ class PreparedData:
         times_R = self.timestamps_R
         return float(times_R.max() - times_R.min()) / DAY_NS
 
-    @cached_property
-    def _sorted_train_targets(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        chosen = self.target_R[((self._view("part") & TRAIN) > 0)]
-        return np.sort(chosen.double().numpy())
-
     def target_quantiles(self, quantiles: Sequence[float]) -> Tensor:
         """Return the empirical quantiles of the training targets, float32 [Q], scaled."""
-        values = np.quantile(self._sorted_train_targets, list(quantiles))
-        return torch.as_tensor(values, dtype=torch.float32)
+        key = tuple(quantiles)
+        if key not in self._quantiles:
+            chosen = self.target_R[(self._view("part") & TRAIN) > 0]
+            values = np.quantile(chosen.double().numpy(), key)
+            self._quantiles[key] = torch.as_tensor(values, dtype=torch.float32)
+        return self._quantiles[key].clone()
 
     def naive_forecast(self, quantiles: Sequence[float], last_rows_B: Tensor | None = None) -> Tensor:
         """Return the forecast to beat, scaled: the last value for the median, training quantiles otherwise.

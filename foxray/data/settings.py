@@ -25,8 +25,8 @@ class DataSettings:
     horizon: int = 1
     """Bars between the window's last row and its target."""
 
-    num_features: int | None = 225
-    """The first N features of the documented order; None takes all there are."""
+    num_features: int | None = None
+    """The first N features of the documented order; None takes all there are (225 from OHLCV)."""
 
     target: str | None = None
     """Column to forecast `horizon` bars ahead; None is the log return of `close` over `horizon` bars."""
