@@ -1,6 +1,8 @@
 """A Ray Train script that survives out-of-memory: the only foxray in it is the import of TorchTrainer.
 (The emulated budget stands in for a small GPU; with a real one, drop it and set use_gpu=True.)"""
 
+from pathlib import Path
+
 import ray.train
 import torch
 from ray.train import RunConfig, ScalingConfig
@@ -31,6 +33,6 @@ if __name__ == "__main__":
         train_loop,
         train_loop_config={"batch_size": 64},
         scaling_config=ScalingConfig(num_workers=1),
-        run_config=RunConfig(name="example"),
+        run_config=RunConfig(name="example", storage_path=str(Path("foxray-runs").absolute())),
     )
     print("finished at", trainer.fit().return_value)

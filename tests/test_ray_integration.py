@@ -70,7 +70,7 @@ def test_the_example_runs_out_at_64_and_finishes_at_16(ray_cluster: str, tmp_pat
         text=True,
         cwd=tmp_path,
         timeout=300,
-        env=os.environ | {"RAY_ADDRESS": ray_cluster, "HOME": str(tmp_path)},
+        env=os.environ | {"RAY_ADDRESS": ray_cluster},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "reducing batch_size: 64 → 32" in done.stdout

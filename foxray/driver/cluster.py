@@ -87,4 +87,4 @@ def resources_per_worker(workers: int, device: str, size: ClusterSize) -> dict[s
             f"({size.cpus} CPUs, {size.gpus} GPUs); use --workers {max(have, 1)} or fewer"
         )
     cpus = max(1, min(MAX_CPUS_PER_WORKER, size.cpus // workers))
-    return {"CPU": cpus} | ({"GPU": 1} if device == "cuda" else {})
+    return {"CPU": float(cpus)} | ({"GPU": 1.0} if device == "cuda" else {})

@@ -9,6 +9,7 @@ bug ends the run at once.
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -62,7 +63,7 @@ class Launches:
             sizes, rungs = ray.get(self.coordinator.next_launch.remote())
             launch = f"e{self.execution}l{number}"
             try:
-                return self._watch(lambda launch=launch, s=sizes, r=rungs: fit(launch, s, r))
+                return self._watch(partial(fit, launch, sizes, rungs))
             except (KeyboardInterrupt, Cancelled):
                 raise
             except Exception as error:  # noqa: BLE001 - sorted by cause, and raised unless retried
@@ -114,7 +115,9 @@ class Launches:
                     f"rank {rank} asked for memory that no device has ({request}): a corrupted size or an "
                     "overflow, which no smaller batch cures; check the model's sizes and the data"
                 ) from error
-            raise FoxrayError(f"rank {rank} failed: {type(cause).__name__}: {cause}") from error
+            # The last line of what Ray made of it is the error itself; `--verbose` shows the rest.
+            last_line = (str(cause).strip().splitlines() or [""])[-1]
+            raise FoxrayError(f"rank {rank} failed: {type(cause).__name__}: {last_line}") from error
         self._decide_incidents(failures, launch)
         if failures.lost or (failures.collateral and not failures.rescheduled and not failures.incidents):
             self._spend_worker_failure(failures)

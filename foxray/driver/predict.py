@@ -6,6 +6,7 @@ the forecasts are written in the unit of the target.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -45,7 +46,8 @@ def predict(
     scaling = Scaling.from_dict(restored.spec["scaling"])
     settings = DataSettings.from_dict(restored.spec["data"])
     data = prepare(parquet_file, settings, prepared_folder(storage), log=log, scaling=scaling)
-    config = TftConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in restored.spec["tft"].items()})
+    tft: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in restored.spec["tft"].items()}
+    config = TftConfig(**tft)
     model = TemporalFusionTransformer(config)
     model.load_state_dict(restored.model)
     model.eval()
@@ -53,7 +55,7 @@ def predict(
     rows_N = data.all_windows_N
     chunks = []
     with torch.inference_mode():
-        for rows_B in rows_N.split(batch_size):
+        for rows_B in torch.split(rows_N, batch_size):
             static_BS = data.symbol_R[rows_B].unsqueeze(1) if config.static_cardinalities else None
             chunks.append(model(gather(rows_B), static_BS))
     forecast_NQ = data.unscale_target(torch.cat(chunks))

@@ -72,6 +72,8 @@ def run_training(
 
     Raises UserError (nothing written), MemoryExhausted, Cancelled, or FoxrayError.
     """
+    # Actors have a working directory of their own: a relative path would mean another place to them.
+    config = config.model_copy(update={"storage": absolute_storage(config.storage)})
     budget = parse_gpu_or_bytes(config.emulate_gpu) if config.emulate_gpu else None
     ledger = Ledger(config.storage)
     _check_run_id(ledger, run_id=run_id, resume=resume)
@@ -242,22 +244,25 @@ def _close(execution: Execution, coordinator: Any, outcome: str, message: str) -
 # -- before the first worker -----------------------------------------------------------------------
 
 
+def absolute_storage(storage: str) -> str:
+    """A storage path that means the same in every process; a URI does already."""
+    return storage if "://" in storage else str(Path(storage).expanduser().absolute())
+
+
 def prepared_folder(storage: str) -> Path:
     """Where prepared data are cached: beside the runs, or in the user's cache for a remote storage."""
     if "://" in storage:
         return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "foxray" / "prepared"
-    return Path(storage).absolute() / "prepared"
+    return Path(absolute_storage(storage)) / "prepared"
 
 
 def checkpoint_folder(storage: str, run_id: str) -> str:
     """Where the checkpoints of a run are."""
-    root = storage if "://" in storage else str(Path(storage).absolute())
-    return f"{root}/runs/{run_id}/checkpoints"
+    return f"{absolute_storage(storage)}/runs/{run_id}/checkpoints"
 
 
 def _ray_folder(storage: str, run_id: str) -> str:
-    root = storage if "://" in storage else str(Path(storage).absolute())
-    return f"{root}/runs/{run_id}/ray"
+    return f"{absolute_storage(storage)}/runs/{run_id}/ray"
 
 
 def new_run_id(model: str) -> str:

@@ -24,6 +24,7 @@ from foxray import __version__
 from foxray.driver.cluster import connect
 from foxray.driver.coordinator import Coordinator, View
 from foxray.driver.launch import Launches, PinnedTorchConfig
+from foxray.driver.run import absolute_storage
 from foxray.driver.worker import CoordinatorClient, assert_one_gpu
 from foxray.errors import MemoryExhausted, UserError
 from foxray.ledger import events as ev
@@ -84,7 +85,7 @@ class TorchTrainer(RayTorchTrainer):  # type: ignore[misc]
         """
         connect()
         started = time.monotonic()
-        storage = str(self.run_config.storage_path or Path.home() / "ray_results")
+        storage = absolute_storage(str(self.run_config.storage_path or Path.home() / "ray_results"))
         run, number = self._enter(storage)
         coordinator = self._coordinator(storage, number)
         launches = Launches(

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class Recovery:
         cursor = 0
         while cursor < len(samples_N):
             piece = samples_N[cursor : cursor + self.batch_size]
-            if self._survives(lambda piece=piece: work(piece)):
+            if self._survives(partial(work, piece)):
                 cursor += len(piece)
 
     def repeat(self, work: Callable[[], None]) -> None:
@@ -147,7 +148,7 @@ class Recovery:
 
     def release(self) -> int:
         """Free what a failed try left; bytes still live above the baseline (0 where it is unknown)."""
-        (self._flush_leaf * 1.0).backward()
+        (self._flush_leaf * 1.0).backward()  # type: ignore[no-untyped-call]
         self._memory.empty_cache()
         if self._kept_bytes() > BASELINE_SLACK_BYTES:
             gc.collect()

@@ -29,7 +29,7 @@ class TftWorkload:
     """
 
     name = "tft"
-    validation_sums = ("validation_loss", "naive_loss", "coverage")
+    validation_sums: tuple[str, ...] = ("validation_loss", "naive_loss", "coverage")
 
     def __init__(self, config: "TrainConfig", data: PreparedData) -> None:
         self._data = data
