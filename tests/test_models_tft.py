@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foxray.errors import UserError
+from foxray.memory.budget import memory_budget
 from foxray.models.layers import GateAddNorm, InterpretableAttention
 from foxray.models.quantile import initialise_quantile_head, quantile_loss
 from foxray.models.tft import TemporalFusionTransformer, TftConfig
@@ -331,6 +332,19 @@ def test_saved_activations_stay_within_the_stated_economy() -> None:
     assert saved_bytes(model, x_BTF) < 8 * one_copy_bytes
     model.gradient_checkpointing = True
     assert saved_bytes(model, x_BTF) < one_copy_bytes
+
+
+def test_gradient_checkpointing_lowers_the_peak_of_a_step() -> None:
+    model = tft(dropout=0.1)
+    x_BTF = windows(64)
+    peaks = []
+    for switch in (False, True):
+        model.gradient_checkpointing = switch
+        model.zero_grad()
+        with memory_budget(1 << 30) as budget:
+            model(x_BTF).sum().backward()
+            peaks.append(budget.peak_bytes)
+    assert peaks[1] < 0.75 * peaks[0], peaks
 
 
 def test_dropout_is_off_in_evaluation_and_the_seed_decides_it_in_training() -> None:
