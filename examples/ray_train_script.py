@@ -18,7 +18,7 @@ def train_loop(config: dict) -> dict:
             nn.Sequential(nn.Linear(16, 4096), nn.GELU(), nn.Linear(4096, 1))
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for step in range(20):
+        for _step in range(20):
             optimizer.zero_grad()
             for _ in range(config["accumulation_steps"]):  # grows as the batch shrinks
                 x = torch.randn(config["batch_size"], 16)

@@ -52,7 +52,7 @@ def test_pickled_code_is_refused(tmp_path: Path) -> None:
 
     checkpoints = Checkpoints(str(tmp_path))
     checkpoints.save(CommittedState(step=1), {"w": Evil()}, {})  # type: ignore[dict-item]
-    with pytest.raises(Exception, match="[Ww]eights"):
+    with pytest.raises(Exception, match=r"[Ww]eights"):
         checkpoints.load_latest()
     assert not (tmp_path / "ran").exists()
 

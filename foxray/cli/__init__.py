@@ -7,8 +7,9 @@ SIGTERM. An expected error is one clear text on standard error; `--verbose` adds
 
 import sys
 import traceback
+from itertools import pairwise
+from typing import Any
 
-import click
 import typer
 
 from foxray.cli.convert import convert
@@ -46,18 +47,28 @@ def _run(arguments: list[str]) -> int:
     try:
         status = app(args=arguments, standalone_mode=False)
         return status if isinstance(status, int) else 0
-    except click.exceptions.ClickException as error:
-        error.show()
-        return error.exit_code
     except FoxrayError as error:
         return _fail(f"❌ Error: {error}", error.exit_status, verbose)
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         return _fail("Stopped.", CANCELLED_STATUS, verbose)
     except Exception as error:  # noqa: BLE001 - the last line of defence says what it was
+        if hasattr(error, "show") and hasattr(error, "exit_code"):
+            # A usage error; its class is click's or, in newer typers, that of a copy of click.
+            _name_the_value(error, arguments)
+            error.show()
+            return int(error.exit_code)
         if type(error).__name__ == "Cancelled":  # its module imports what --help must not
             return _fail(f"Stopped: {error}", CANCELLED_STATUS, verbose)
         hint = "" if verbose else "\n(--verbose shows where)"
         return _fail(f"❌ Error: {type(error).__name__}: {error}{hint}", 1, verbose)
+
+
+def _name_the_value(error: Any, arguments: list[str]) -> None:
+    """Add the value seen to a message that only says what it should have been."""
+    options = getattr(getattr(error, "param", None), "opts", [])
+    for option, value in pairwise(arguments):
+        if option in options and value not in error.message:
+            error.message += f" (seen: {value})"
 
 
 def _fail(text: str, status: int, verbose: bool) -> int:

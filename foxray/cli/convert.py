@@ -14,5 +14,4 @@ def convert(
     """Turn DBN or CSV bars into a Parquet file that `foxray train` reads."""
     from foxray.data.convert import convert as run
 
-    rows = run(source, output)
-    print(f"{output}: {rows} rows")
+    run(source, output)

@@ -163,7 +163,11 @@ _NOT_CONFIGURATION = {"run_id", "resume", "config", "log_format", "verbose", "pr
 
 def _explicit(ctx: typer.Context) -> dict[str, Any]:
     """The configuration options that were given, under the names of `TrainConfig`."""
-    given = {k: v for k, v in ctx.params.items() if k not in _NOT_CONFIGURATION and v not in (None, False)}
+    given = {
+        name: value
+        for name, value in ctx.params.items()
+        if name not in _NOT_CONFIGURATION and value is not None and value is not False
+    }
     if given.pop("no_keep_effective_batch", False):
         given["keep_effective_batch"] = False
     if given.pop("no_oom_recovery", False):
