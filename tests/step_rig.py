@@ -1,6 +1,7 @@
 """A small regression problem trained through the transactional step, without Ray: the shared fake world
 of the step's tests. The memory failures in it are real ones, raised by the emulated budget."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor, nn
 from foxray.memory.device import device_memory
 from foxray.oom import OomPolicy
 from foxray.training.authority import LocalAuthority
+from foxray.training.optimizers import RepeatableStep, fused_adamw
 from foxray.training.recovery import Place, Recovery
 from foxray.training.sampler import epoch_order
-from foxray.training.step import RepeatableAdamW, TransactionalStep
+from foxray.training.step import TransactionalStep
 
 SAMPLES = 96
 
@@ -26,6 +28,8 @@ class Rig:
     width: int = 64
     rank: int = 0
     world_size: int = 1
+    block_size: int | None = None
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
     seen: list[list[int]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
@@ -48,10 +52,14 @@ class Rig:
             authority=self.authority,
             device=device,
             enter_rung=lambda rung: None,
+            block_size=self.block_size,
         )
-        self.optimizer = RepeatableAdamW(parameters, learning_rate=1e-3)
+        self.optimizer = RepeatableStep(
+            fused_adamw(parameters, learning_rate=1e-3)
+            if self.make_optimizer is None
+            else self.make_optimizer(parameters)
+        )
         self.step = TransactionalStep(
-            parameters=parameters,
             optimizer=self.optimizer,
             recovery=self.recovery,
             max_grad_norm=1.0,

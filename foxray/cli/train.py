@@ -52,6 +52,18 @@ def train(
     ] = None,
     epochs: Annotated[int | None, typer.Option(rich_help_panel=_MODEL, show_default="1")] = None,
     learning_rate: Annotated[float | None, typer.Option(rich_help_panel=_MODEL, show_default="0.001")] = None,
+    lr_schedule: Annotated[
+        str | None,
+        typer.Option(help="constant or cosine.", rich_help_panel=_MODEL, show_default="constant"),
+    ] = None,
+    early_stopping_patience: Annotated[
+        int | None,
+        typer.Option(
+            help="End after N epochs without a lower validation loss.",
+            rich_help_panel=_MODEL,
+            show_default="off",
+        ),
+    ] = None,
     hidden_dim: Annotated[int | None, typer.Option(rich_help_panel=_MODEL, show_default="64")] = None,
     num_heads: Annotated[int | None, typer.Option(rich_help_panel=_MODEL, show_default="4")] = None,
     dropout: Annotated[float | None, typer.Option(rich_help_panel=_MODEL, show_default="0.1")] = None,
@@ -59,6 +71,14 @@ def train(
         str | None, typer.Option(help="fp32 or bf16 (autocast).", rich_help_panel=_MODEL, show_default="fp32")
     ] = None,
     seed: Annotated[int | None, typer.Option(rich_help_panel=_MODEL, show_default="0")] = None,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Same bits with and without OOMs: compute in blocks of --min-batch-size (slower).",
+            rich_help_panel=_MODEL,
+        ),
+    ] = False,
     batch_size: Annotated[
         int | None,
         typer.Option(

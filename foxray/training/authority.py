@@ -7,9 +7,11 @@ code that runs without Ray.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from foxray.oom import Attempt, Decision, Incident, OomPolicy
+
+_Error = TypeVar("_Error", bound=Exception)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,20 @@ class Rescheduled(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.known_to_all = False
+        """Whether every rank leaves in the same step, so that rank 0 can keep the committed state."""
+
+
+def known_to_all(trouble: _Error) -> _Error:
+    """The same exception, marked as told to all ranks."""
+    if isinstance(trouble, Rescheduled):
+        trouble.known_to_all = True
+    return trouble
+
+
+def other_rank_stopped() -> Rescheduled:
+    """What a healthy rank raises when it has been told that another one cannot go on."""
+    return known_to_all(Rescheduled("another rank cannot go on"))
 
 
 class Cancelled(Exception):

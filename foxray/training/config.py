@@ -59,10 +59,17 @@ class TrainConfig(BaseModel):
     num_heads: int = Field(default=4, ge=1)
     dropout: float = Field(default=0.1, ge=0.0, lt=1.0)
     learning_rate: float = Field(default=1e-3, gt=0.0)
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    """How the learning rate goes over the run; cosine: from `learning_rate` down to 0."""
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    """End after this many epochs in a row without a lower validation loss; None: run all epochs."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Gradient norm above which the gradient of the whole optimizer step is scaled down."""
     precision: Literal["fp32", "bf16"] = "fp32"
     seed: int = Field(default=0, ge=0)
+    deterministic: bool = False
+    """Compute in blocks of `min_batch_size` samples from the first step on, so that an OOM changes not even
+    the rounding. Slower: each block is a forward and backward of its own."""
     min_batch_size: int = Field(default=2, ge=1, le=64)
     max_oom_retries: int = Field(default=3, ge=0, le=10)
     """Retries granted per phase and rank, 1-10; 0 (`--no-oom-recovery`) switches recovery off."""

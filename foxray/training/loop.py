@@ -6,7 +6,10 @@ all that is worth recording goes to the authority. The same function runs on one
 processes in a test, and inside Ray Train.
 """
 
+import math
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +17,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from foxray.memory.budget import current_budget
+from foxray.errors import MemoryExhausted
+from foxray.memory.budget import current_budget, host_memory
 from foxray.memory.device import DeviceMemory, device_memory
-from foxray.training.authority import Authority, Cancelled, PhaseReport, Rescheduled
+from foxray.training.authority import (
+    Authority,
+    Cancelled,
+    PhaseReport,
+    Rescheduled,
+    known_to_all,
+    other_rank_stopped,
+)
 from foxray.training.checkpoint import Checkpoints, CommittedState
 from foxray.training.config import TrainConfig
+from foxray.training.dropout import RowDropout
+from foxray.training.optimizers import RepeatableStep, fused_adamw
 from foxray.training.recovery import Place, Recovery
-from foxray.training.sampler import epoch_order, rank_share
-from foxray.training.step import RepeatableAdamW, StepResult, TransactionalStep
+from foxray.training.sampler import epoch_order, rank_range, rank_share
+from foxray.training.schedule import epochs_without_improvement, learning_rate_at
+from foxray.training.step import StepResult, TransactionalStep
 from foxray.workloads.base import Workload
 
 PROGRESS_EVERY_SECONDS = 0.5
@@ -58,10 +72,14 @@ class Trainer:
         place: Place,
         authority: Authority,
         checkpoints: Checkpoints,
+        on_commit: Callable[[Tensor], None] | None = None,
     ) -> None:
+        """`on_commit` is called after every committed optimizer step with the positions (int64, of all
+        ranks, in the training set) that the update was made of."""
         self._config, self._plan, self._workload = config, plan, workload
         self._device, self._place, self._authority = device, place, authority
         self._checkpoints = checkpoints
+        self._on_commit = on_commit or (lambda samples: None)
         self._rank = place.rank
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._memory: DeviceMemory = device_memory(device)
@@ -81,11 +99,14 @@ class Trainer:
         self._build()
         try:
             metrics: dict[str, float] = self.state.metrics
-            while self.state.epoch < self._config.epochs:
+            while self.state.epoch < self._config.epochs and not self._stops_early():
                 metrics = self._epoch()
-        except (Rescheduled, Cancelled) as stop:
-            # The committed state in this process is whole (that is what the step is for): keep it.
-            if isinstance(stop, Rescheduled) or self._rank == 0:
+        except (Rescheduled, Cancelled, MemoryExhausted) as stop:
+            # The committed state in this process is whole (that is what the step is for): keep it, unless
+            # it lies on a device that cannot be read any more. Rank 0 does, if it knows.
+            lost = self._training.context_lost or self._validation.context_lost
+            alone = isinstance(stop, Rescheduled) and not stop.known_to_all
+            if not lost and (self._rank == 0 or alone):
                 self._save()
             raise
         self._report_phases()
@@ -97,7 +118,7 @@ class Trainer:
         torch.manual_seed(self._config.seed)
         self.model: nn.Module = self._workload.build_model().to(self._device)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._optimizer = RepeatableAdamW(parameters, learning_rate=self._config.learning_rate)
+        self._optimizer = RepeatableStep(fused_adamw(parameters, learning_rate=self._config.learning_rate))
         self.state = CommittedState()
         restored = self._checkpoints.load_latest()
         if restored is not None:
@@ -114,8 +135,12 @@ class Trainer:
         share = -(-self._effective_batch // self._world_size)
         self._training.batch_size = min(self._training.batch_size, share)
         self._validation = self._recovery("validation")
+        self._dropout = RowDropout(self._device) if self._config.dropout else None
+        # Sums of the metrics, and a flag of a rank that cannot go on.
+        self._totals = torch.zeros(
+            len(self._workload.validation_sums) + 1, dtype=torch.float64, device=self._device
+        )
         self._step = TransactionalStep(
-            parameters=parameters,
             optimizer=self._optimizer,
             recovery=self._training,
             max_grad_norm=self._config.max_grad_norm,
@@ -133,15 +158,18 @@ class Trainer:
         while state.cursor < len(order):
             samples = order[state.cursor : state.cursor + self._effective_batch]
             share = rank_share(samples, rank=self._rank, world_size=self._world_size)
-            result = self._step(share, self._loss_sum, stop=self._stop)
+            self._set_learning_rate()
+            result = self._step(share, self._loss_sum, stop=self._stop, around=self._around(samples))
             self._rows["training"] += len(share)
             self._commit(result)
+            self._on_commit(samples)
             if result.stop:
                 raise Cancelled(f"stopped after step {state.step}")
         self._seconds["training"] += time.perf_counter() - started
         self._note_peak("training")
         metrics = {"training_loss": state.loss_sum / max(1, state.loss_samples)} | self._validate()
         state.metrics = metrics
+        state.validation_losses.append(metrics.get("validation_loss", math.nan))
         state.epoch, state.cursor, state.loss_sum, state.loss_samples = state.epoch + 1, 0, 0.0, 0
         if self._rank == 0:
             self._authority.epoch_ended(epoch=state.epoch, step=state.step, metrics=metrics)
@@ -155,26 +183,37 @@ class Trainer:
         self.model.eval()
         self._validation.take_baseline()
         self._validation.step = self.state.step
-        positions = rank_share(
-            torch.arange(self._workload.num_valid), rank=self._rank, world_size=self._world_size
-        )
-        totals = torch.zeros(len(self._workload.validation_sums), dtype=torch.float64, device=self._device)
+        with host_memory():
+            everything = torch.arange(self._workload.num_valid)
+        positions = rank_share(everything, rank=self._rank, world_size=self._world_size)
+        sums = self._totals[:-1]
+        self._totals.zero_()
 
-        def evaluate(piece: Tensor) -> None:
+        def evaluate(first: int, end: int) -> None:
             with torch.no_grad():
-                totals.add_(self._workload.evaluate(self.model, piece))
+                sums.add_(self._workload.evaluate(self.model, positions[first:end]))
             self._tell(phase="validation")
 
         self._announce(self._validation, batches=-(-len(positions) // self._validation.batch_size))
-        self._validation.run(positions, evaluate)
+        trouble: Exception | None = None
+        try:
+            self._validation.run(len(positions), evaluate)
+        except (MemoryExhausted, Rescheduled) as error:
+            if self._world_size == 1 or self._validation.context_lost:
+                raise
+            trouble = error  # told to the others first: they wait for the sum
+            self._totals[-1].fill_(1.0)
         if self._world_size > 1:
-            dist.all_reduce(totals)
+            dist.all_reduce(self._totals)
+        *totals, abandoned = self._totals.tolist()
+        if abandoned > 0:
+            raise known_to_all(trouble) if trouble else other_rank_stopped()
         self._seconds["validation"] += time.perf_counter() - started
         self._rows["validation"] += len(positions)
         self._note_peak("validation")
         return {
             name: total / self._workload.num_valid
-            for name, total in zip(self._workload.validation_sums, totals.tolist(), strict=True)
+            for name, total in zip(self._workload.validation_sums, totals, strict=True)
         }
 
     # -- the committed state -----------------------------------------------------------------------
@@ -195,7 +234,8 @@ class Trainer:
     def _follow_smallest(self, batch_sizes: list[int]) -> None:
         """The guide's plain behaviour: all ranks go on with the smallest batch, and the step shrinks."""
         smallest = min(batch_sizes)
-        self._training.batch_size = smallest
+        # An OOM after the all-reduce is not in `batch_sizes` yet; the next step tells the others.
+        self._training.batch_size = min(smallest, self._training.batch_size)
         shrunk = smallest * self._config.accumulation_steps * self._world_size
         self._effective_batch = min(self._effective_batch, shrunk)
         self.state.effective_batch = self._effective_batch
@@ -203,21 +243,36 @@ class Trainer:
     def _save(self) -> None:
         if self.state.step == self._saved_step and self.state.cursor:
             return
-        path = self._checkpoints.save(
-            self.state, self.model.state_dict(), self._optimizer.optimizer.state_dict()
-        )
+        path = self._checkpoints.save(self.state, self.model.state_dict(), self._optimizer.state_dict())
         self._saved_step = self.state.step
         self._authority.checkpoint_written(step=self.state.step, epoch=self.state.epoch, path=path)
 
     # -- small helpers -----------------------------------------------------------------------------
 
     def _loss_sum(self, piece: Tensor) -> Tensor:
-        # One seed per (run, step, rank, first sample): a retry, and a resumed run, drop the same units.
-        first = int(piece[0])
-        torch.manual_seed(
-            hash((self._config.seed, self.state.step, self._rank, first)) & 0x7FFF_FFFF_FFFF_FFFF
-        )
         return self._workload.loss_sum(self.model, piece)
+
+    def _around(self, samples: Tensor) -> Callable[[int, int], AbstractContextManager[None]] | None:
+        """Gives dropout the place of a micro-batch in the step, so that splits and retries do not matter."""
+        dropout = self._dropout
+        if dropout is None:
+            return None
+        seed = (self._config.seed, self.state.step)
+        offset, _ = rank_range(len(samples), rank=self._rank, world_size=self._world_size)
+        return lambda first, count: dropout.rows(seed=seed, first=offset + first, count=count)
+
+    def _set_learning_rate(self) -> None:
+        done = self.state.epoch + self.state.cursor / self._workload.num_train
+        for group in self._optimizer.optimizer.param_groups:
+            group["lr"] = learning_rate_at(
+                done / self._config.epochs,
+                base=self._config.learning_rate,
+                schedule=self._config.lr_schedule,
+            )
+
+    def _stops_early(self) -> bool:
+        patience = self._config.early_stopping_patience
+        return patience is not None and epochs_without_improvement(self.state.validation_losses) >= patience
 
     def _recovery(self, phase: str) -> Recovery:
         return Recovery(
@@ -228,6 +283,9 @@ class Trainer:
             authority=self._authority,
             device=self._device,
             enter_rung=self._enter_rung,
+            block_size=self._config.min_batch_size
+            if self._config.deterministic and phase == "training"
+            else None,
         )
 
     def _enter_rung(self, rung: str) -> None:

@@ -20,6 +20,14 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int) -> Tensor:
         return torch.randperm(num_samples, generator=generator)
 
 
+def rank_range(count: int, *, rank: int, world_size: int) -> tuple[int, int]:
+    """Of `count` samples of a step, the first that `rank` computes and the one past its last."""
+    size, longer = divmod(count, world_size)
+    first = rank * size + min(rank, longer)
+    return first, first + size + (rank < longer)
+
+
 def rank_share(samples_N: Tensor, *, rank: int, world_size: int) -> Tensor:
     """The contiguous part of a step's samples that `rank` computes; parts differ by one at the most."""
-    return samples_N.tensor_split(world_size)[rank]
+    first, end = rank_range(len(samples_N), rank=rank, world_size=world_size)
+    return samples_N[first:end]

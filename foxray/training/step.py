@@ -1,31 +1,44 @@
 """The optimizer step as a transaction over its samples.
 
 A step ends with one update made of exactly its samples, or with no change at all. Two flat buffers make
-that cheap. `G` holds the gradient of one micro-batch: the `.grad` of every parameter is a view of it. `W`
-(the wire) holds the sum of the committed micro-batches, followed by the number of samples, the sum of
-their losses, a stop flag, and one slot per rank for its batch size. A micro-batch zeroes G, runs forward
-and backward, and commits by one in-place addition that allocates nothing; what failed before it is simply
+that cheap. `G` holds the gradient and the loss of one micro-batch: the `.grad` of every parameter is a view
+of it. `W` (the wire) holds the sum of the committed micro-batches, followed by the number of samples, two
+flags, and one slot per rank for its batch size. A micro-batch zeroes G, runs forward and backward, and
+commits gradient and loss by one in-place addition that allocates nothing; what failed before it is simply
 zeroed again. When the samples of all ranks are in, a single all-reduce carries gradients and flags, so
-local trouble is always settled before a collective and no rank waits for one that will not come.
+local trouble is always settled before a collective and no rank waits for one that will not come: a rank
+that cannot go on says so in its flag, and all leave the step together.
 
 After the all-reduce nothing is asked of the allocator that cannot be asked again: mean, clipping and the
-fused optimizer are computed from W and from a known step count, as often as it takes.
+optimizer are computed from W and from what the optimizer's step may move, as often as it takes. The
+all-reduce itself is never called a second time: whether a peer has had its part already cannot be known from
+here, so an OOM in it counts as a broken collective.
 
-Legend: P = number of parameter elements, N = samples of this rank's share of the step.
+Legend: P = number of parameter elements.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from foxray.errors import MemoryExhausted, UserError
+from foxray.training.authority import Rescheduled, known_to_all, other_rank_stopped
+from foxray.training.optimizers import RepeatableStep
 from foxray.training.recovery import Recovery
 
-LossSum = Callable[[Tensor], Tensor]
+if TYPE_CHECKING:
+    from torch.amp import GradScaler
+
+LossSum = Callable[[Any], Tensor]
 """Gives the scalar *sum* of the losses of the samples it is given, with a graph behind it."""
+
+Around = Callable[[int, int], Any]
+"""A context manager for the forward and backward of `count` samples from number `first` of a share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,43 +52,9 @@ class StepResult:
     batch_sizes: list[int]
     """Current batch size by rank."""
     stop: bool
-    """True when rank 0 was asked to stop: all ranks see it in the same step."""
-
-
-class RepeatableAdamW:
-    """AdamW whose step may be called again after an OOM.
-
-    The fused kernel allocates nothing; only the step counters do, before it runs. State is therefore
-    created at once instead of in the first step, and the counters are set to a known value before each
-    try. Holds for one parameter group of one dtype on one device, which `flat_parameters` guarantees.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], *, learning_rate: float) -> None:
-        self.optimizer = torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
-        for parameter in parameters:
-            self.optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
-        self.steps_done = 0
-
-    def step(self) -> None:
-        """Update the parameters from their `.grad`; exact also when an earlier call ran out of memory."""
-        for state in self.optimizer.state.values():
-            state["step"].fill_(self.steps_done)
-        self.optimizer.step()
-        self.steps_done += 1
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take over the state of a saved `optimizer.state_dict()`, counters included.
-
-        Copies into the tensors that exist: those are on the device, the saved ones are not.
-        """
-        for index, state in enumerate(self.optimizer.state.values()):
-            for name, tensor in state.items():
-                tensor.copy_(saved["state"][index][name])
-        self.steps_done = int(next(iter(self.optimizer.state.values()))["step"].item())
+    """True when a rank was asked to stop: all ranks see it in the same step."""
+    skipped: bool = False
+    """With a gradient scaler: the gradient was not finite, the parameters did not move."""
 
 
 class TransactionalStep:
@@ -84,75 +63,188 @@ class TransactionalStep:
     def __init__(
         self,
         *,
-        parameters: list[nn.Parameter],
-        optimizer: RepeatableAdamW,
+        optimizer: RepeatableStep,
         recovery: Recovery,
-        max_grad_norm: float,
+        max_grad_norm: float | None,
         rank: int = 0,
         world_size: int = 1,
+        scaler: "GradScaler | None" = None,
     ) -> None:
+        """Takes over the `.grad` of the optimizer's parameters, all of one dtype on one device.
+
+        Costs device memory for twice the parameters, of which a plain loop needs one as well (the
+        gradient). Raises UserError for parameters of several dtypes or devices.
+        """
         self._optimizer = optimizer
         self._recovery = recovery
         self._rank, self._world_size = rank, world_size
-        size = sum(parameter.numel() for parameter in parameters)
-        like = parameters[0]
-        self._gradient_P = torch.zeros(size, dtype=like.dtype, device=like.device)
-        self._wire = torch.zeros(size + 3 + world_size, dtype=like.dtype, device=like.device)
-        self._sum_P = self._wire[:size]
-        self._count, self._loss, self._stop = (self._wire[size + i] for i in range(3))
-        self._sizes = self._wire[size + 3 :]
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._parameters = _trainable(optimizer.optimizer)
+        size = sum(parameter.numel() for parameter in self._parameters)
+        like = self._parameters[0]
+        # Half precision can neither count samples nor add up many micro-batches.
+        dtype = torch.float32 if like.element_size() < 4 else like.dtype
+        self._piece = torch.zeros(size + 1, dtype=like.dtype, device=like.device)
+        self._wire = torch.zeros(size + 4 + world_size, dtype=dtype, device=like.device)
+        self._gradient_P, self._piece_loss = self._piece[:size], self._piece[size]
+        self._committed, self._sum_P = self._wire[: size + 1], self._wire[:size]
         self._flags = self._wire[size:]
-        offset = 0
-        for parameter in parameters:
-            view = self._gradient_P[offset : offset + parameter.numel()]
-            parameter.grad = view.view_as(parameter)
-            offset += parameter.numel()
-        # Scalars that the part after the all-reduce needs, made now so that nothing is allocated there.
-        self._norm = torch.zeros_like(self._count)
-        self._scale = torch.zeros_like(self._count)
-        self._tiny = torch.full_like(self._count, 1e-6)
-        self._max_norm = torch.full_like(self._count, max_grad_norm)
-        self._one = torch.ones_like(self._count)
+        self._count, self._stop, self._abandoned = (self._flags[i] for i in (1, 2, 3))
+        self._sizes = self._flags[4:]
+        self._views = [
+            part.view_as(parameter)
+            for part, parameter in zip(
+                torch.split(self._gradient_P, [p.numel() for p in self._parameters]),
+                self._parameters,
+                strict=True,
+            )
+        ]
+        self._mean_P = torch.empty_like(self._sum_P) if dtype != like.dtype else self._gradient_P
+        self._max_grad_norm = max_grad_norm
+        # A scaled loss should be about as large as the mean over a batch that half precision was made for;
+        # a power of two leaves every digit of the gradient as it is.
+        self._unit = float(2 ** (recovery.batch_size.bit_length() - 1)) if self._scaler is not None else 1.0
+        self._norm = torch.zeros((), dtype=dtype, device=like.device)
+        self._known: list[float] = []
 
-    def __call__(self, samples_N: Tensor, loss_sum: LossSum, *, stop: bool = False) -> StepResult:
-        """Compute this rank's share and take one optimizer step with all ranks.
+    def __call__(
+        self, batch: Any, loss_sum: LossSum, *, stop: bool = False, around: Around | None = None
+    ) -> StepResult:
+        """Compute this rank's share (`batch`: a tensor, or a dict, list or tuple of tensors that have the
+        samples in dimension 0) and take one optimizer step with all ranks.
 
-        Raises what `Recovery.run` raises; nothing has changed then.
+        `loss_sum` gets slices of it. Raises MemoryExhausted, or Rescheduled where only a new process helps;
+        nothing has changed then.
         """
-        self._wire.zero_()
-        self._recovery.take_baseline()
-        losses: list[float] = []
+        count = _length(batch)
+        self._begin()
 
-        def micro_batch(piece: Tensor) -> None:
-            self._gradient_P.zero_()
-            loss = loss_sum(piece)
-            loss.backward()  # type: ignore[no-untyped-call]
-            value = loss.item()  # before the commit: whatever can fail has to fail before it
-            self._sum_P.add_(self._gradient_P)
-            losses.append(value)
+        def micro_batch(first: int, end: int) -> None:
+            self._piece.zero_()
+            piece = pytree.tree_map_only(Tensor, lambda tensor: tensor[first:end], batch)
+            if around is None:
+                self._backward(loss_sum(piece))
+            else:
+                with around(first, end - first):
+                    self._backward(loss_sum(piece))
+            self._committed.add_(self._piece)
 
-        self._recovery.run(samples_N, micro_batch)
-        self._count.fill_(len(samples_N))
-        self._loss.fill_(sum(losses))
+        trouble = self._compute(count, micro_batch)
+        if trouble is not None:
+            self._abandon(trouble)
+        self._count.fill_(count)
         self._stop.fill_(float(stop))
         self._sizes[self._rank].fill_(self._recovery.batch_size)
-        if self._world_size > 1:
-            self._recovery.repeat(self._all_reduce)
+        self._reduce()
+        self._recovery.repeat(self._read_flags)
+        if self._known[3] > 0:
+            raise other_rank_stopped()
         self._recovery.repeat(self._set_mean_gradient)
-        self._recovery.repeat(self._optimizer.step)
-        count, loss, stopped, *sizes = self._flags.tolist()
+        skipped = self._scaler is not None and not self._norm.isfinite().item()
+        if not skipped:
+            self._step_optimizer()
+        if self._scaler is not None:
+            _move_scale(self._scaler, overflowed=skipped)
+        loss, total, stopped, _, *sizes = self._known
         return StepResult(
-            loss=loss / count, samples=int(count), batch_sizes=[int(s) for s in sizes], stop=stopped > 0
+            loss=loss / total,
+            samples=int(total),
+            batch_sizes=[int(size) for size in sizes],
+            stop=stopped > 0,
+            skipped=skipped,
         )
 
+    def _begin(self) -> None:
+        self._wire.zero_()
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is not view:  # somebody called zero_grad(), which drops the gradients
+                parameter.grad = view
+        self._recovery.take_baseline()
+
+    def _backward(self, loss: Tensor) -> None:
+        if self._scaler is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            self._scaler.scale(loss / self._unit).backward()  # type: ignore[no-untyped-call]
+        self._piece_loss.copy_(loss.detach())
+
+    def _compute(
+        self, count: int, micro_batch: Callable[[int, int], None]
+    ) -> MemoryExhausted | Rescheduled | None:
+        """Commit all micro-batches; why this rank cannot go on, where it cannot but can still say so."""
+        try:
+            self._recovery.run(count, micro_batch)
+        except (MemoryExhausted, Rescheduled) as error:
+            if self._recovery.context_lost:
+                raise
+            return error
+        return None
+
+    def _abandon(self, trouble: Exception) -> NoReturn:
+        """Tell the other ranks, who wait or will wait in this step's all-reduce, that there is no step."""
+        self._wire.zero_()
+        self._abandoned.fill_(1.0)
+        try:
+            self._all_reduce()
+        except Exception as error:
+            raise trouble from error
+        raise known_to_all(trouble)
+
+    def _reduce(self) -> None:
+        self._recovery.once(self._all_reduce, broken="broken collective: out of memory in the all-reduce")
+
     def _all_reduce(self) -> None:
-        dist.all_reduce(self._wire)
+        if self._world_size > 1:
+            dist.all_reduce(self._wire)
+
+    def _read_flags(self) -> None:
+        self._known = self._flags.tolist()
 
     def _set_mean_gradient(self) -> None:
         """Mean over the samples of all ranks, clipped, into G; may be called again at any time."""
-        torch.div(self._sum_P, self._count, out=self._gradient_P)
-        torch.linalg.vector_norm(self._gradient_P, out=self._norm)
-        torch.add(self._norm, self._tiny, out=self._scale)
-        torch.div(self._max_norm, self._scale, out=self._scale)
-        torch.minimum(self._scale, self._one, out=self._scale)
-        self._gradient_P.mul_(self._scale)
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale() / self._unit
+        torch.div(self._sum_P, self._known[1] * scale, out=self._mean_P)
+        if self._max_grad_norm is not None or self._scaler is not None:
+            torch.linalg.vector_norm(self._mean_P, out=self._norm)
+        if self._max_grad_norm is not None:
+            self._mean_P.mul_((self._max_grad_norm / (self._norm + 1e-6)).clamp_(max=1.0))
+        if self._mean_P is not self._gradient_P:
+            self._gradient_P.copy_(self._mean_P)
+
+    def _step_optimizer(self) -> None:
+        self._recovery.repeat(self._optimizer.note)
+        if not self._optimizer.moves_only_counters:
+            self._recovery.take_baseline()  # the copy stays
+        self._recovery.repeat(self._optimizer.step, undo=self._optimizer.settle)
+
+
+def _trainable(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    kinds = sorted({f"{p.dtype} on {p.device}" for p in parameters})
+    if len(kinds) != 1:
+        found = ", ".join(kinds) or "no trainable parameter"
+        raise UserError(f"a transactional step needs parameters of one dtype on one device; found {found}")
+    return parameters
+
+
+def _length(batch: Any) -> int:
+    lengths = {len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)}
+    if len(lengths) != 1:
+        raise UserError(
+            f"a batch needs tensors with the same number of samples in dimension 0; found {sorted(lengths)}"
+        )
+    return lengths.pop()
+
+
+def _move_scale(scaler: "GradScaler", *, overflowed: bool) -> None:
+    """What `GradScaler.update()` does, without its per-optimizer state, which a repeated step would trip."""
+    state = scaler.state_dict()
+    if overflowed:
+        state["scale"] *= state["backoff_factor"]
+        state["_growth_tracker"] = 0
+    else:
+        state["_growth_tracker"] += 1
+        if state["_growth_tracker"] == state["growth_interval"]:
+            state["scale"] *= state["growth_factor"]
+            state["_growth_tracker"] = 0
+    scaler.load_state_dict(state)
