@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # Named first and exactly: a bare `torch` would bring gigabytes of CUDA libraries.
 TORCH  ?= torch==2.13.0
 
-.PHONY: demo test lint fast bench soak clean
+.PHONY: demo test lint fast bench soak picture clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,10 @@ soak: $(VENV)/installed
 
 bench: $(VENV)/installed-bench
 	$(BIN)/python -m benchmarks
+
+# The README's picture, drawn from what the demo's run really printed.
+picture: demo
+	$(BIN)/python -m benchmarks.picture docs/images/show.svg $(BIN)/foxray show demo --storage demo-runs
 
 clean:
 	rm -rf $(VENV) demo-runs foxray-runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

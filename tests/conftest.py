@@ -40,6 +40,7 @@ def ray_cluster() -> Iterator[str]:
     from foxray.driver.cluster import RAY_ENVIRONMENT
 
     os.environ.update(RAY_ENVIRONMENT)
+    paths = [REPOSITORY, REPOSITORY / "tests"]
     context = ray.init(
         address="local",
         num_cpus=4,
@@ -47,7 +48,8 @@ def ray_cluster() -> Iterator[str]:
         _node_ip_address="127.0.0.1",
         log_to_driver=False,
         logging_level="ERROR",
-        runtime_env={"env_vars": RAY_ENVIRONMENT},
+        # Workers unpickle functions of test modules by name, so they must find these.
+        runtime_env={"env_vars": RAY_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, paths))}},
     )
     yield context.address_info["gcs_address"]
     ray.shutdown()

@@ -34,6 +34,9 @@ from foxray.training.config import TrainConfig, default_batch_size
 
 PHASES = ("training", "validation")
 
+Worker = Callable[[dict[str, Any]], Any]
+"""`train_loop_per_worker`, as Ray calls it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
@@ -67,8 +70,12 @@ def run_training(
     resume: str | None = None,
     on_view: Callable[[View], None],
     verbose: bool = False,
+    worker: Worker | None = None,
 ) -> RunResult:
     """Train, surviving out-of-memory; every number of it is in the ledger afterwards.
+
+    `worker` replaces what each worker runs (`foxray.driver.worker.run_worker`), which is how tests
+    provoke the failures that only a real worker group can have.
 
     Raises UserError (nothing written), MemoryExhausted, Cancelled, or FoxrayError.
     """
@@ -103,7 +110,7 @@ def run_training(
         resumed=resume is not None,
     )
     with _stop_on_signals() as stop:
-        return _execute(execution, data, budget, device, resources, on_view, stop)
+        return _execute(execution, data, budget, device, resources, on_view, stop, worker)
 
 
 def _execute(
@@ -114,6 +121,7 @@ def _execute(
     resources: dict[str, float],
     on_view: Callable[[View], None],
     stop: threading.Event,
+    worker: Worker | None,
 ) -> RunResult:
     import ray
 
@@ -141,7 +149,7 @@ def _execute(
         on_view=on_view,
         stop=stop,
     )
-    fit = _fit_with_ray(execution, data, budget, device, resources, coordinator)
+    fit = _fit_with_ray(execution, data, budget, device, resources, coordinator, worker)
     outcome, message = "failed", ""
     try:
         metrics = launches.run(fit)
@@ -170,6 +178,7 @@ def _fit_with_ray(
     device: str,
     resources: dict[str, float],
     coordinator: Any,
+    worker: Worker | None,
 ) -> Callable[[str, dict[str, int], tuple[str, ...]], Any]:
     """How one worker group is run: a `fit()` of Ray's TorchTrainer around the training loop."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -200,7 +209,7 @@ def _fit_with_ray(
             coordinator=coordinator,
         )
         trainer = TorchTrainer(
-            run_worker,
+            worker or run_worker,
             train_loop_config={"task": task},
             torch_config=PinnedTorchConfig(),
             scaling_config=ScalingConfig(
