@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from foxray.errors import FoxrayError, MemoryExhausted, UserError
     from foxray.memory.budget import memory_budget
     from foxray.oom import Decision, Incident, OomPolicy, classify
+    from foxray.training.recover import recover
 
 _HOMES = {
     "TorchTrainer": "foxray.driver.trainer",
@@ -23,6 +24,7 @@ _HOMES = {
     "Incident": "foxray.oom",
     "classify": "foxray.oom",
     "memory_budget": "foxray.memory.budget",
+    "recover": "foxray.training.recover",
     "FoxrayError": "foxray.errors",
     "MemoryExhausted": "foxray.errors",
     "UserError": "foxray.errors",
@@ -39,6 +41,7 @@ __all__ = [
     "__version__",
     "classify",
     "memory_budget",
+    "recover",
 ]
 
 

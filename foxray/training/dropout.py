@@ -59,6 +59,10 @@ class RowDropout(TorchFunctionMode):
     ) -> Any:
         if func is F.dropout:
             return self._dropout(*args, **(kwargs or {}))
+        if func is Tensor.backward:
+            # In here the mode is off, and a backward pass that computes the forward again needs it.
+            with self:
+                return _backward(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -92,6 +96,19 @@ class RowDropout(TorchFunctionMode):
 
     def _seeded(self, call: int, block: int) -> torch.Generator:
         return self._generator.manual_seed(_mixed(self._seed, call, block))
+
+
+def _backward(
+    tensor: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`tensor.backward(...)` by way of its edge in the graph, which no function mode intercepts."""
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    start = torch.ones_like(tensor) if gradient is None else gradient
+    torch.autograd.backward(edge, start, retain_graph, create_graph, inputs=inputs)
 
 
 def _mixed(*numbers: int) -> int:

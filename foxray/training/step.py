@@ -116,7 +116,7 @@ class TransactionalStep:
         `loss_sum` gets slices of it. Raises MemoryExhausted, or Rescheduled where only a new process helps;
         nothing has changed then.
         """
-        count = _length(batch)
+        count = batch_length(batch)
         self._begin()
 
         def micro_batch(first: int, end: int) -> None:
@@ -227,7 +227,8 @@ def _trainable(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return parameters
 
 
-def _length(batch: Any) -> int:
+def batch_length(batch: Any) -> int:
+    """Samples in a batch. Raises UserError where its tensors disagree or there is none."""
     lengths = {len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)}
     if len(lengths) != 1:
         raise UserError(
