@@ -170,7 +170,7 @@ class IncidentRecorded(Event):
     node: str | None = None
     gpu: str | None = None
     batch_size: int
-    """Samples in the pass that failed (the last piece of a share can be shorter than the batch size)."""
+    """Of the attempt that failed; the piece itself can have been shorter (the last one of a share)."""
     incident_kind: str
     """"device", "host" or "shm"."""
     exception_type: str
