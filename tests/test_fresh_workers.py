@@ -2,7 +2,6 @@
 state with half the batch, and ends well."""
 
 import functools
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -31,17 +30,31 @@ def _hold_memory(loss: Callable[..., Any], *arguments: Any) -> Any:
 def _lose_context(loss: Callable[..., Any], *arguments: Any) -> Any:
     import torch
 
-    loss(*arguments)
-    raise torch.AcceleratorError(
-        "CUDA error: an illegal memory access was encountered\nCUDA error: out of memory", 700
-    )
+    lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    lost.error_code = 700
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.") from lost
 
 
 def _kill_this_process(loss: Callable[..., Any], *arguments: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _run_out_in_the_all_reduce(loss: Callable[..., Any], *arguments: Any) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    real = dist.all_reduce
+
+    def once(*_: Any, **__: Any) -> None:
+        dist.all_reduce = real
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    dist.all_reduce = once
+    return loss(*arguments)
+
+
 def _break_the_collective(loss: Callable[..., Any], *arguments: Any) -> Any:
+    """The other rank waits in the all-reduce of this step and sees the connection close."""
     import torch.distributed as dist
 
     dist.destroy_process_group()
@@ -105,7 +118,9 @@ def run(ray_cluster: str, synthetic_bars: Path, tmp_path: Path) -> Callable[[Any
         # The process is whole, so it writes the state of its last committed step: nothing is redone.
         (_hold_memory, 1, "not back at baseline", FAULT_AT_CALL - 1),
         # The context or the process is gone: the last checkpoint it is.
+        (_lose_context, 1, "CUDA context lost", 10),
         (_kill_this_process, 2, "process killed", 10),
+        (_run_out_in_the_all_reduce, 2, "broken collective", FAULT_AT_CALL - 1),
     ],
 )
 def test_fresh_workers_go_on_from_the_committed_state(
@@ -122,3 +137,14 @@ def test_fresh_workers_go_on_from_the_committed_state(
     assert {a.step for a in restarted} == {resumed_at_step}
     assert summary.oom_retries == 1
     assert len(summary.recovery_seconds) == 1
+
+
+def test_a_broken_collective_counts_as_lost_workers_not_as_memory(
+    run: Callable[[Any, int], RunSummary],
+) -> None:
+    summary = run(_break_the_collective, 2)
+    assert summary.outcome == "success"
+    assert summary.decisions == [] and summary.oom_retries == 0
+    (lost,) = summary.executions[0].workers_lost
+    assert lost.restart and "collective" in lost.reason
+    assert {a.step for a in summary.attempts if a.phase == "training"} == {0, 10}
