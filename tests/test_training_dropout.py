@@ -42,6 +42,17 @@ def test_a_sample_keeps_its_mask_in_every_split(samples: int, cuts: set[int], pe
     assert torch.equal(dropped(x, split, per_sample=per_sample), dropped(x, [], per_sample=per_sample))
 
 
+def test_the_mask_does_not_depend_on_the_layout() -> None:
+    mode = RowDropout(CPU)
+    masks = []
+    x_NC = torch.ones(21, 6)
+    for x in (x_NC, x_NC.t().contiguous().t(), torch.ones(21, 12)[:, ::2]):
+        with mode.rows(seed=(1,), first=2, count=21):
+            masks.append(F.dropout(x, 0.5))
+    assert masks[1].stride() == (1, 21)
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
+
+
 def test_seeds_steps_calls_and_blocks_have_masks_of_their_own() -> None:
     x = torch.ones(4 * BLOCK, 64)
     once = dropped(x, [], calls=1)

@@ -112,10 +112,13 @@ class Checkpoints:
         return sorted(name for name, is_file in self._files.list("") if is_file and name.endswith(".json"))
 
     def _prune(self) -> None:
-        for manifest_name in self._manifests()[:-KEEP]:
-            # The manifest goes first: a state file without one is no checkpoint.
-            self._files.delete(manifest_name)
-            self._files.delete(manifest_name.removesuffix(".json") + ".pt")
+        kept = self._manifests()[-KEEP:]
+        # Manifests go first: a state file without one is no checkpoint. Such files, left behind by a kill
+        # or a full disk, go too; one that is newer than a kept checkpoint may be just being written.
+        for suffix in (".json", ".pt"):
+            for name, is_file in self._files.list(""):
+                if is_file and name.endswith(suffix) and name < kept[0].removesuffix(".json"):
+                    self._files.delete(name)
 
 
 def _digest(content: bytes) -> str:

@@ -144,7 +144,7 @@ def load_config(
             raise UserError(f"--preset {preset}: unknown; choose one of {', '.join(PRESETS)}")
         values |= PRESETS[preset]
     if file is not None:
-        values |= _read_yaml(file)
+        values |= read_yaml(file)
     values |= explicit
     try:
         return TrainConfig(**values)
@@ -152,7 +152,8 @@ def load_config(
         raise UserError(_first_problem(error, file)) from None
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The options in a YAML file, under the names of `TrainConfig`. Raises UserError naming the file."""
     try:
         content = yaml.safe_load(file.read_text())
     except OSError as error:

@@ -25,12 +25,21 @@ BLOCK = 8
 """Samples that share a seed. Smaller: more seeding; larger: more drawn in vain where a split cuts a block."""
 
 
+_ODD, _MASK = 0x9E3779B97F4A7C15, (1 << 63) - 1
+"""Spreads neighbouring blocks over all seeds (the golden ratio, as in splitmix64)."""
+
+
 class RowDropout(TorchFunctionMode):
     """While active, dropout of samples `first` to `first + count` of a step; see `rows`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._generator = torch.Generator(device)
+        # Not by `torch.manual_seed`, which takes a traceback for CUDA each time (0.3 ms).
+        self._defaults = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._defaults.append(torch.cuda.default_generators[index])
         self._call_seed = torch.zeros((), dtype=torch.int64)
         self._seed = 0
         self._first = 0
@@ -46,7 +55,8 @@ class RowDropout(TorchFunctionMode):
         """
         self._seed = _mixed(*seed)
         self._first, self._count = first, count
-        torch.manual_seed(self._seed)
+        for generator in self._defaults:
+            generator.manual_seed(self._seed)
         with self:
             yield
 
@@ -63,7 +73,7 @@ class RowDropout(TorchFunctionMode):
             # In here the mode is off, and a backward pass that computes the forward again needs it.
             with self:
                 return _backward(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0.0:
@@ -76,26 +86,50 @@ class RowDropout(TorchFunctionMode):
     def _mask(self, like: Tensor, keep: float) -> Tensor:
         """1 / keep where a unit is kept, 0 elsewhere; of the shape, dtype and device of `like`."""
         call = int(self._call_seed.random_())
-        mask = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        mask = torch.empty_like(like)  # in the layout of the input, so that the product has it too
         if like.shape[0] % self._count:  # not batch-major: the same for every piece of the step
-            return mask.bernoulli_(keep, generator=self._seeded(call, -1)).div_(keep)
-        per_sample = like.shape[0] // self._count
-        end = self._first + self._count
-        for block in range(self._first // BLOCK, -(-end // BLOCK)):
-            low, high = block * BLOCK, (block + 1) * BLOCK
-            generator = self._seeded(call, block)
-            inside_low, inside_high = max(low, self._first), min(high, end)
-            part = mask[(inside_low - self._first) * per_sample : (inside_high - self._first) * per_sample]
-            if inside_high - inside_low == BLOCK:
-                part.bernoulli_(keep, generator=generator)
-            else:
-                whole = mask.new_empty((BLOCK * per_sample, *mask.shape[1:]))
-                whole.bernoulli_(keep, generator=generator)
-                part.copy_(whole[(inside_low - low) * per_sample : (inside_high - low) * per_sample])
-        return mask.div_(keep)
+            _draw(mask, keep, self._generator.manual_seed(call))
+        else:
+            rows_per_sample = like.shape[0] // self._count
+            in_place = mask.is_contiguous()  # numbers must not depend on the layout
+            for block, part, offset in self._blocks(mask, rows_per_sample):
+                generator = self._generator.manual_seed((call + block * _ODD) & _MASK)
+                if in_place and len(part) == BLOCK * rows_per_sample:
+                    _draw(part, keep, generator)
+                else:
+                    whole = torch.empty(
+                        (BLOCK * rows_per_sample, *mask.shape[1:]), dtype=mask.dtype, device=mask.device
+                    )
+                    _draw(whole, keep, generator)
+                    part.copy_(whole[offset : offset + len(part)])
+        # Measured on a CPU: comparing uniform numbers is 1.7 times as fast as `bernoulli_`.
+        return mask.div_(keep) if _is_low_precision(mask) else mask.lt_(keep).div_(keep)
 
-    def _seeded(self, call: int, block: int) -> torch.Generator:
-        return self._generator.manual_seed(_mixed(self._seed, call, block))
+    def _blocks(self, mask: Tensor, rows_per_sample: int) -> Iterator[tuple[int, Tensor, int]]:
+        """Number of each block that the samples touch, its rows of `mask`, and their offset in the block."""
+        before = self._first % BLOCK
+        head = min(BLOCK - before, self._count) if before else 0
+        rest = mask
+        if head:
+            yield self._first // BLOCK, mask[: head * rows_per_sample], before * rows_per_sample
+            rest = mask[head * rows_per_sample :]
+        if len(rest):
+            start = (self._first + head) // BLOCK
+            for index, part in enumerate(torch.split(rest, BLOCK * rows_per_sample)):
+                yield start + index, part, 0
+
+
+def _is_low_precision(tensor: Tensor) -> bool:
+    """Too few digits for a uniform number to be compared with a probability."""
+    return tensor.element_size() < 4
+
+
+def _draw(part: Tensor, keep: float, generator: torch.Generator) -> None:
+    """Uniform numbers, or where these are too coarse 1 with probability `keep`, else 0."""
+    if _is_low_precision(part):
+        part.bernoulli_(keep, generator=generator)
+    else:
+        part.uniform_(generator=generator)
 
 
 def _backward(

@@ -157,14 +157,7 @@ class Trainer:
         self.model.train()
         while state.cursor < len(order):
             samples = order[state.cursor : state.cursor + self._effective_batch]
-            share = rank_share(samples, rank=self._rank, world_size=self._world_size)
-            self._set_learning_rate()
-            result = self._step(share, self._loss_sum, stop=self._stop, around=self._around(samples))
-            self._rows["training"] += len(share)
-            self._commit(result)
-            self._on_commit(samples)
-            if result.stop:
-                raise Cancelled(f"stopped after step {state.step}")
+            self._optimizer_step(samples)
         self._seconds["training"] += time.perf_counter() - started
         self._note_peak("training")
         metrics = {"training_loss": state.loss_sum / max(1, state.loss_samples)} | self._validate()
@@ -175,6 +168,17 @@ class Trainer:
             self._authority.epoch_ended(epoch=state.epoch, step=state.step, metrics=metrics)
             self._save()
         return metrics
+
+    def _optimizer_step(self, samples: Tensor) -> None:
+        """One committed update from these positions. Raises Cancelled after it if the run shall stop."""
+        share = rank_share(samples, rank=self._rank, world_size=self._world_size)
+        self._set_learning_rate()
+        result = self._step(share, self._loss_sum, stop=self._stop, around=self._around(samples))
+        self._rows["training"] += len(share)
+        self._commit(result)
+        self._on_commit(samples)
+        if result.stop:
+            raise Cancelled(f"stopped after step {self.state.step}")
 
     def _validate(self) -> dict[str, float]:
         """Metrics over the held-out windows; every rank computes its share, in its own batch size."""

@@ -42,6 +42,8 @@ class RepeatableStep:
         """Whether an OOM in a step can have moved nothing but step counters."""
         if self.moves_only_counters:
             _materialise(optimizer)
+        self._counters: list[Tensor] = []
+        self._counter_copies: list[Tensor] = []
         self._parameters: list[_Saved] = []
         self._state: dict[Tensor, dict[str, Any]] = {}
         self._groups: list[dict[str, Any]] = []
@@ -91,7 +93,10 @@ class RepeatableStep:
     def _note(self) -> None:
         state = self.optimizer.state
         if self.moves_only_counters:
-            self._state = {p: {"step": _saved(state[p]["step"], self._old(p, "step"))} for p in state}
+            self._counters = [values["step"] for values in state.values()]
+            if len(self._counter_copies) != len(self._counters):
+                self._counter_copies = [counter.clone() for counter in self._counters]
+            torch._foreach_copy_(self._counter_copies, self._counters)
             return
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         old = {id(saved.tensor): saved.copy for saved in self._parameters}
@@ -112,12 +117,11 @@ class RepeatableStep:
 
     @torch.no_grad()
     def _put_back(self) -> None:
+        if self.moves_only_counters:
+            torch._foreach_copy_(self._counters, self._counter_copies)
+            return
         for saved in self._parameters:
             saved.tensor.copy_(saved.copy)
-        if self.moves_only_counters:
-            for values in self._state.values():
-                values["step"].tensor.copy_(values["step"].copy)
-            return
         for group, noted in zip(self.optimizer.param_groups, self._groups, strict=True):
             group.update({name: _restored(value) for name, value in noted.items()})
         state = self.optimizer.state
