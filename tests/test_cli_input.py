@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from foxray.cli import _run
+
 Write = Callable[[Path], None]
 
 COLUMNS = {
@@ -21,6 +23,22 @@ COLUMNS = {
     "close": pa.array([1.5 + i % 5 for i in range(600)]),
     "volume": pa.array([10.0 + i for i in range(600)]),
 }
+
+
+@pytest.fixture
+def here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., "subprocess.CompletedProcess[str]"]:
+    """Runs `foxray ARGS...` in this process, for what ends before Ray starts: torch is imported once."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_here(*arguments: Any) -> "subprocess.CompletedProcess[str]":
+        words = [str(argument) for argument in arguments]
+        status = _run(words)
+        captured = capfd.readouterr()
+        return subprocess.CompletedProcess(words, status, captured.out, captured.err)
+
+    return run_here
 
 
 def run(tmp_path: Path, *arguments: Any, **env: str) -> "subprocess.CompletedProcess[str]":
@@ -72,10 +90,10 @@ FILES: dict[str, tuple[Write, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_bad_file_is_named_with_the_next_step(tmp_path: Path, case: str) -> None:
+def test_a_bad_file_is_named_with_the_next_step(tmp_path: Path, here: Any, case: str) -> None:
     write, words = FILES[case]
     write(tmp_path / "bars.parquet")
-    done = run(tmp_path, "train", "--parquet-file", "bars.parquet", "--seq-len", 16)
+    done = here("train", "--parquet-file", "bars.parquet", "--seq-len", 16)
     assert done.returncode == 2, done.stdout + done.stderr
     errors = [line for line in done.stderr.splitlines() if line]
     assert len(errors) == 1, done.stderr
@@ -95,6 +113,7 @@ FLAGS: dict[str, tuple[list[Any], list[str]]] = {
     "bad size": (["--emulate-gpu", "12 parsecs"], ["12 parsecs"]),
     "retries out of range": (["--max-oom-retries", 11], ["--max-oom-retries", "11", "10"]),
     "storage not writable": (["--storage", "/proc/nowhere"], ["/proc/nowhere"]),
+    "resume with a preset": (["--resume", "r", "--preset", "manual"], ["--preset manual", "--resume"]),
     "unknown run": (["--resume", "nope"], ["nope", "foxray-runs"]),
     "unknown preset": (["--preset", "fast"], ["fast", "conservative"]),
     "unknown option in the file": (["--config", "train.yaml"], ["epoch", "train.yaml"]),
@@ -103,16 +122,37 @@ FLAGS: dict[str, tuple[list[Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", FLAGS)
-def test_a_bad_flag_is_named_with_what_is_allowed(tmp_path: Path, case: str) -> None:
+def test_a_bad_flag_is_named_with_what_is_allowed(tmp_path: Path, here: Any, case: str) -> None:
     arguments, words = FLAGS[case]
     table(tmp_path / "bars.parquet")
     (tmp_path / "train.yaml").write_text("epoch: 3\n")
-    done = run(tmp_path, "train", "--parquet-file", "bars.parquet", "--seq-len", 16, *arguments)
+    done = here("train", "--parquet-file", "bars.parquet", "--seq-len", 16, *arguments)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     for word in words:
         assert word in done.stderr
     assert not list(tmp_path.glob("foxray-runs/runs/*"))
+
+
+def test_a_wrong_flag_is_said_without_importing_torch_or_ray(tmp_path: Path) -> None:
+    code = (
+        "import sys; from foxray.cli import _run; status = _run(sys.argv[1:]); "
+        "print(status, sorted({'torch', 'ray'} & sys.modules.keys()))"
+    )
+    for flags in (
+        ["--batch-size", "0"],
+        ["--emulate-gpu", "RTX 3049"],
+        ["--preset", "fast"],
+        ["--resume", "no"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "train", "--parquet-file", "x.parquet", *flags],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            timeout=60,
+        )
+        assert done.stdout.strip() == "2 []", (flags, done.stdout, done.stderr)
 
 
 @pytest.mark.slow

@@ -189,4 +189,5 @@ def test_json_log_lines_are_json(foxray_cli: Cli, synthetic_bars: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines()]
-    assert all({"time", "level", "message"} <= record.keys() for record in records[:-1])
+    assert all({"time", "level", "message"} <= record.keys() for record in records)
+    assert records[-1]["run"]["outcome"] == "success"

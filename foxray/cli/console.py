@@ -59,13 +59,15 @@ class JsonConsole:
 
     def show(self, view: "View") -> None:
         for message in view.messages:
-            self._print(message.level, message.text, message.fields)
+            print_json(message.level, message.text, message.fields)
         if live := self._pace.due(view):
-            self._print("info", "progress", live)
+            print_json("info", "progress", live)
 
-    def _print(self, level: str, text: str, fields: dict[str, Any]) -> None:
-        record = {"time": datetime.now(UTC).isoformat(), "level": level, "message": text} | fields
-        print(json.dumps(record, ensure_ascii=False), flush=True)
+
+def print_json(level: str, text: str, fields: dict[str, Any]) -> None:
+    """Print one record of `--log-format json`."""
+    record = {"time": datetime.now(UTC).isoformat(), "level": level, "message": text} | fields
+    print(json.dumps(record, ensure_ascii=False), flush=True)
 
 
 class PlainConsole:

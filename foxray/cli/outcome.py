@@ -1,10 +1,10 @@
 """What `foxray train` ends with: the tables of the run it just finished, read back from the ledger."""
 
-from json import dumps
+from foxray.cli.console import print_json
 
 
 def print_outcome(storage: str, run_id: str, *, as_json: bool) -> None:
-    """Attempts, batch sizes, peak memory and losses of a run; one JSON object with `as_json`."""
+    """Attempts, batch sizes, peak memory and losses of a run; one JSON record with `as_json`."""
     from foxray.cli.show import print_attempts, print_epochs, print_phases
     from foxray.cli.tables import open_console
     from foxray.ledger.store import Ledger
@@ -13,7 +13,7 @@ def print_outcome(storage: str, run_id: str, *, as_json: bool) -> None:
     summary = summarize_run(Ledger(storage).run(run_id))
     assert summary is not None
     if as_json:
-        print(dumps(summary.to_dict(), ensure_ascii=False))
+        print_json("info", "summary", {"run": summary.to_dict()})
         return
     console = open_console()
     print_attempts(console, summary)

@@ -1,11 +1,14 @@
 """`foxray train`: flags to configuration, views of the run to the terminal."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from foxray.cli.console import LogFormat, open_console
+from foxray.cli.console import Console, LogFormat, open_console
+from foxray.errors import FoxrayError, UserError
 
 # Every option's real default is None, so that a flag that was given can be told from one that was not:
 # flags win over the configuration file, the file over the preset, the preset over the defaults.
@@ -163,19 +166,38 @@ def train(
     ] = False,
 ) -> None:
     """Train a model; an out-of-memory halves the batch and goes on."""
-    from foxray.cli.outcome import print_outcome
     from foxray.driver.resume import resume_config
-    from foxray.driver.run import run_training
-    from foxray.training.config import load_config
+    from foxray.training.config import load_config, read_yaml
 
     explicit = _explicit(ctx)
     if resume is not None:
+        if preset is not None:
+            raise UserError(f"--preset {preset} with --resume: a preset is for a new run; leave it out")
+        explicit = (read_yaml(config) if config else {}) | explicit
         settings = resume_config(str(explicit.get("storage", "foxray-runs")), resume, explicit)
     else:
         settings = load_config(explicit, file=config, preset=preset)
-    with open_console(log_format) as console:
+    # Imports torch, which takes seconds: only for flags that are right.
+    from foxray.cli.outcome import print_outcome
+    from foxray.driver.run import run_training
+
+    with open_console(log_format) as console, _errors_as_json(console, log_format):
         result = run_training(settings, run_id=run_id, resume=resume, on_view=console.show, verbose=verbose)
     print_outcome(settings.storage, result.run_id, as_json=log_format is LogFormat.JSON)
+
+
+@contextmanager
+def _errors_as_json(console: Console, log_format: LogFormat) -> Iterator[None]:
+    """A machine that reads JSON lines gets the error as one, too."""
+    from foxray.driver.coordinator import Message, View
+
+    try:
+        yield
+    except FoxrayError as error:
+        if log_format is LogFormat.JSON:
+            fields = {"exit_status": error.exit_status}
+            console.show(View(messages=[Message(level="error", text=str(error), fields=fields)]))
+        raise
 
 
 _NOT_CONFIGURATION = {"run_id", "resume", "config", "log_format", "verbose", "preset"}
@@ -192,4 +214,4 @@ def _explicit(ctx: typer.Context) -> dict[str, Any]:
         given["keep_effective_batch"] = False
     if given.pop("no_oom_recovery", False):
         given["max_oom_retries"] = 0
-    return {k: str(v) if isinstance(v, Path) else v for k, v in given.items()}
+    return {k: str(v.absolute()) if isinstance(v, Path) else v for k, v in given.items()}

@@ -8,6 +8,11 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+# Without this Ray replaces a loopback address by the machine's own, and listens on all interfaces. It is
+# read when Ray is imported, and has to agree with the cluster that is joined.
+if not os.environ.get("RAY_ADDRESS"):
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
 import ray
 
 from foxray.errors import UserError
@@ -39,8 +44,8 @@ class ClusterSize:
 def connect(*, verbose: bool = False) -> ClusterSize:
     """Join the cluster named by RAY_ADDRESS (set inside `ray job submit`), else start a local one.
 
-    A local one binds to loopback as far as Ray lets it, and ends with this process. An address file left
-    behind by a dead cluster is not looked at.
+    A local one listens on loopback only, and ends with this process. An address file left behind by a dead
+    cluster is not looked at.
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from foxray.errors import UserError
 from foxray.ledger import events as ev
 from foxray.ledger.store import Ledger
 from foxray.oom import Attempt, Decision, Incident, OomPolicy, texts
@@ -35,7 +36,10 @@ class View:
     """What the driver gets when it polls."""
 
     messages: list[Message]
-    live: dict[int, dict[str, Any]]
+    live: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Newest progress by rank."""
+    broken: str | None = None
+    """Why the ledger can no longer be written, if so: a run off the record must not go on."""
 
 
 class Coordinator:
@@ -62,13 +66,14 @@ class Coordinator:
         self._initial_rungs, self._rungs = rungs, list(rungs)
         self._history: list[Attempt] = []
         self._answers: dict[str, Decision] = {}
-        self._granted: dict[str, int] = {}
+        self._granted: dict[tuple[str, int], int] = {}  # retries by phase and rank
         self._running: dict[int, tuple[str, int]] = {}  # rank -> (phase, batch size) in progress
         self._reports: dict[str, dict[int, PhaseReport]] = {}
         self._restart_from: dict[str, float] = {}  # incident id -> time of a decision for fresh workers
         self._messages: list[Message] = []
         self._live: dict[int, dict[str, Any]] = {}
         self._stop = False
+        self._broken: str | None = None
         self._lock = threading.RLock()
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -124,7 +129,7 @@ class Coordinator:
             if decision.action == "give_up":
                 return decision
             self._sizes[f"{phase}/{rank}"] = decision.batch_size
-            self._granted[phase] = self._granted.get(phase, 0) + 1
+            self._granted[phase, rank] = decision.retries
             if decision.rung is not None:
                 self._rungs.append(decision.rung)
             if decision.action == "fresh_workers":
@@ -156,14 +161,14 @@ class Coordinator:
                 ev.PhaseEnded,
                 phase=report.phase,
                 batch_sizes={str(r.rank): r.batch_size for r in ended},
-                oom_retries=self._granted.get(report.phase, 0),
+                oom_retries=self._phase_retries(report.phase),
                 duration_seconds=max(r.duration_seconds for r in ended),
                 rows=sum(r.rows for r in ended),
                 peak_bytes={str(r.rank): r.peak_bytes for r in ended if r.peak_bytes is not None},
             )
             final = min(r.batch_size for r in ended)
             line = texts.phase_complete(
-                report.phase, retries=self._granted.get(report.phase, 0), batch_size=final
+                report.phase, retries=self._phase_retries(report.phase), batch_size=final
             )
             self._say("info", line, phase=report.phase, batch_size=final)
             seconds = max(r.duration_seconds for r in ended)
@@ -194,7 +199,7 @@ class Coordinator:
         """Messages since the last call, and the newest progress by rank."""
         with self._lock:
             messages, self._messages = self._messages, []
-            return View(messages=messages, live=dict(self._live))
+            return View(messages=messages, live=dict(self._live), broken=self._broken)
 
     def request_stop(self) -> None:
         """Ask the ranks to end after the optimizer step in progress."""
@@ -227,10 +232,10 @@ class Coordinator:
         """Workers went away without a memory failure."""
         self._write(ev.WorkersLost, ranks=ranks, reason=reason, restart=restart)
 
-    def retries(self) -> dict[str, int]:
-        """Retries granted in this execution, by phase."""
+    def retries(self) -> int:
+        """Retries granted in this execution, over all phases and ranks."""
         with self._lock:
-            return dict(self._granted)
+            return sum(self._granted.values())
 
     def smallest_batch_size(self, phase: str) -> int:
         """The size at which `phase` stands now: the smallest of its ranks."""
@@ -263,6 +268,10 @@ class Coordinator:
             reason=decision.reason,
         )
 
+    def _phase_retries(self, phase: str) -> int:
+        """A phase's count is the largest of its ranks'."""
+        return max((count for (name, _), count in self._granted.items() if name == phase), default=0)
+
     def _announce_retry(self, decision: Decision, failed_size: int) -> None:
         known = {"phase": decision.phase, "rank": decision.rank, "action": decision.action}
         for line in texts.retry_lines(
@@ -282,11 +291,20 @@ class Coordinator:
         self._messages.append(Message(level=level, text=text, fields=fields))
 
     def _write(self, kind: type[ev.Event], **fields: Any) -> None:
-        self._run.append(kind(run_id=self._run_id, execution=self._execution, **fields))
+        try:
+            self._run.append(kind(run_id=self._run_id, execution=self._execution, **fields))
+        except UserError as error:
+            # Most callers do not wait for an answer, so the driver is told: it ends the run.
+            self._broken = f"{kind.kind} could not be recorded: {error}"
+            raise
 
     def _beat(self) -> None:
         while True:
             with self._lock:
                 live = {"ranks": {str(rank): values for rank, values in self._live.items()}}
-            self._run.heartbeat(self._execution, **live)
+            try:
+                self._run.heartbeat(self._execution, **live)
+            except UserError as error:  # a full disk may have room again before the next beat
+                with self._lock:
+                    self._say("warning", f"⚠️  heartbeat not written: {error}")
             time.sleep(HEARTBEAT_EVERY_SECONDS)

@@ -98,7 +98,10 @@ class Launches:
 
     def show(self) -> None:
         """Show what the coordinator has to say now."""
-        self.on_view(ray.get(self.coordinator.poll.remote()))
+        view = ray.get(self.coordinator.poll.remote())
+        self.on_view(view)
+        if view.broken is not None:
+            raise FoxrayError(view.broken)
 
     def _judge(self, failures: Failures, error: Exception, launch: str) -> None:
         """Return when the run goes on with fresh workers; raise otherwise."""

@@ -59,7 +59,7 @@ def resume_config(storage: str, run_id: str, explicit: dict[str, object]) -> Tra
         if name not in CHANGEABLE and created.config.get(name) != value
     )
     if fixed:
-        allowed = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(CHANGEABLE))
+        allowed = ", ".join(sorted(CHANGEABLE))
         raise UserError(
             f"--resume {run_id} with --{fixed[0].replace('_', '-')} {explicit[fixed[0]]}: this would change "
             f"what the run computes (it began with {created.config.get(fixed[0])}); {allowed} may change"

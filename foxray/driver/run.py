@@ -80,7 +80,10 @@ def run_training(
     Raises UserError (nothing written), MemoryExhausted, Cancelled, or FoxrayError.
     """
     # Actors have a working directory of their own: a relative path would mean another place to them.
-    config = config.model_copy(update={"storage": absolute_storage(config.storage)})
+    parquet_file = config.parquet_file.expanduser().absolute()
+    config = config.model_copy(
+        update={"storage": absolute_storage(config.storage), "parquet_file": parquet_file}
+    )
     budget = parse_gpu_or_bytes(config.emulate_gpu) if config.emulate_gpu else None
     ledger = Ledger(config.storage)
     _check_run_id(ledger, run_id=run_id, resume=resume)
@@ -88,7 +91,7 @@ def run_training(
         config.parquet_file,
         config.data_settings,
         prepared_folder(config.storage),
-        log=lambda line: on_view(View(messages=[Message(level="info", text=line)], live={})),
+        log=lambda line: on_view(View(messages=[Message(level="info", text=line)])),
     )
     config = _with_batch_size(config, data)
 
@@ -156,7 +159,7 @@ def _execute(
         outcome = "success"
         seconds = time.monotonic() - execution.started
         total = Message(level="info", text=texts.total_time(seconds), fields={"seconds": seconds})
-        on_view(View(messages=[total], live={}))
+        on_view(View(messages=[total]))
         return RunResult(run_id=execution.run_id, metrics=metrics)
     except MemoryExhausted as error:
         outcome, message = "oom", str(error)
@@ -168,7 +171,7 @@ def _execute(
         message = str(error)
         raise
     finally:
-        _close(execution, coordinator, outcome, message)
+        _close(execution, coordinator, outcome, message, on_view)
 
 
 def _fit_with_ray(
@@ -229,7 +232,9 @@ def _fit_with_ray(
     return fit
 
 
-def _close(execution: Execution, coordinator: Any, outcome: str, message: str) -> None:
+def _close(
+    execution: Execution, coordinator: Any, outcome: str, message: str, on_view: Callable[[View], None]
+) -> None:
     """Write the one outcome of the execution."""
     import ray
 
@@ -239,15 +244,19 @@ def _close(execution: Execution, coordinator: Any, outcome: str, message: str) -
         )
     except ray.exceptions.RayError as error:
         # The coordinator is gone. The outcome still has to be on record; its numbers are in the ledger.
-        retries, final, message = {}, None, f"{message} (coordinator: {type(error).__name__})".strip()
-    execution.write(
-        ev.ExecutionEnded,
-        outcome=outcome,
-        final_batch_size=final,
-        oom_retries=sum(retries.values()),
-        duration_seconds=time.monotonic() - execution.started,
-        message=message,
-    )
+        retries, final, message = 0, None, f"{message} (coordinator: {type(error).__name__})".strip()
+    try:
+        execution.write(
+            ev.ExecutionEnded,
+            outcome=outcome,
+            final_batch_size=final,
+            oom_retries=retries,
+            duration_seconds=time.monotonic() - execution.started,
+            message=message,
+        )
+    except UserError as error:
+        # Reported beside the error that ended the run, which must not be hidden by this one.
+        on_view(View(messages=[Message(level="error", text=f"⚠️  outcome not recorded: {error}")]))
 
 
 # -- before the first worker -----------------------------------------------------------------------

@@ -119,7 +119,7 @@ class TorchTrainer(RayTorchTrainer):  # type: ignore[misc]
                     execution=number,
                     outcome=outcome,
                     final_batch_size=final,
-                    oom_retries=sum(retries.values()),
+                    oom_retries=retries,
                     duration_seconds=time.monotonic() - started,
                     message=message,
                 )

@@ -152,7 +152,9 @@ class _Attempts:
         current = self._open.get(key)
         if current is not None and current.batch_size == event.batch_size:
             if not current.announced:
+                # Fresh workers may go on from an earlier step than the one that failed.
                 current.accumulation_steps, current.announced = event.accumulation_steps, True
+                current.step, current.started_utc = event.step, event.time_utc
             return
         self._end("interrupted", lambda k: k == key)
         self._begin(

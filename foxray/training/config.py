@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from foxray.data.settings import DataSettings
 from foxray.errors import UserError
+from foxray.memory.catalogue import parse_gpu_or_bytes
 from foxray.oom import OomPolicy
 
 Preset = Literal["conservative", "aggressive", "low-vram", "manual"]
@@ -90,6 +91,13 @@ class TrainConfig(BaseModel):
     def _split_rungs(cls, value: object) -> object:
         if isinstance(value, str):
             return tuple(rung.strip() for rung in value.split(",") if rung.strip() not in ("", "raise"))
+        return value
+
+    @field_validator("emulate_gpu")
+    @classmethod
+    def _known_card_or_size(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_gpu_or_bytes(value)  # raises a UserError with the cards that come close
         return value
 
     @model_validator(mode="after")
