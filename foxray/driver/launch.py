@@ -98,7 +98,13 @@ class Launches:
 
     def show(self) -> None:
         """Show what the coordinator has to say now."""
-        view = ray.get(self.coordinator.poll.remote())
+        try:
+            view = ray.get(self.coordinator.poll.remote())
+        except ray.exceptions.RayActorError as error:
+            raise FoxrayError(
+                "the coordinator's process is gone; the ledger and the checkpoints are not: "
+                "continue with `foxray train --resume RUN`"
+            ) from error
         self.on_view(view)
         if view.broken is not None:
             raise FoxrayError(view.broken)
