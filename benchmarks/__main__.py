@@ -6,7 +6,7 @@ import json
 import os
 import platform
 
-BENCHMARKS = ("bench_start", "bench_data", "bench_tft")
+BENCHMARKS = ("bench_start", "bench_data", "bench_tft", "bench_recovery", "bench_throughput")
 
 
 def main() -> None:
