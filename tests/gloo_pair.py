@@ -75,6 +75,7 @@ def _serve(rank: int, ranks: int, tasks: Any, answers: Any) -> None:
         dist.init_process_group(
             "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=600)
         )
+        dist.barrier()  # a rank that is done at once must not leave while its peer still connects
         try:
             answer = job(rank, *arguments)
         except Exception as error:  # noqa: BLE001 - travels to the test
