@@ -190,8 +190,9 @@ def test_no_schedule_of_ooms_makes_a_rank_wait_for_ever(pair: GlooPair, seeds: r
                 done += 1
                 assert sorted(chain.from_iterable(seen)) == list(range(SAMPLES))
                 assert (weights - expected).abs().max() < 1e-12
-        outcomes = {outcome for outcome, _, _ in answers}
-        assert outcomes == {"done"} or "done" not in outcomes or any("lost" in o for o in outcomes)
+        if {"done"} < {outcome for outcome, _, _ in answers}:
+            # Their ways part only after the last all-reduce, in the optimizer's step.
+            assert sorted(len(seen) for _, seen, _ in answers) == [2, 3]
     assert done > len(seeds) // 2
 
 
