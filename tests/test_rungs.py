@@ -76,3 +76,8 @@ def test_gradient_checkpointing_then_cpu_are_entered_at_the_minimum(
     assert metrics["validation_loss"] > 0
     with pytest.raises(MemoryExhausted, match="too large for available GPU memory"):
         train(tmp_path / "raise", config, int(0.8 * peak_bytes))
+
+
+def test_a_model_that_does_not_fit_at_all_is_said_at_once(tmp_path: Path, config: TrainConfig) -> None:
+    with pytest.raises(MemoryExhausted, match=r"it has 256\.00 KiB\), before the first batch"):
+        train(tmp_path, config, 256 << 10)

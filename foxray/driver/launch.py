@@ -100,9 +100,12 @@ class Launches:
         """Show what the coordinator has to say now."""
         try:
             view = ray.get(self.coordinator.poll.remote())
+        except ray.exceptions.ActorUnavailableError:
+            return  # it did not answer in time, on a busy machine; the next poll asks again
         except ray.exceptions.RayActorError as error:
+            reason = str(error).strip().splitlines()[-1]
             raise FoxrayError(
-                "the coordinator's process is gone; the ledger and the checkpoints are not: "
+                f"the coordinator's process is gone ({reason}); the ledger and the checkpoints are not: "
                 "continue with `foxray train --resume RUN`"
             ) from error
         self.on_view(view)

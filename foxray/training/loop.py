@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from foxray.errors import MemoryExhausted
 from foxray.memory.budget import current_budget, host_memory
+from foxray.memory.catalogue import format_bytes
 from foxray.memory.device import DeviceMemory, device_memory
+from foxray.oom import classify
 from foxray.training.authority import (
     Authority,
     Cancelled,
@@ -96,7 +98,7 @@ class Trainer:
         Raises MemoryExhausted, Rescheduled or Cancelled (after a checkpoint, where there is something
         new to keep).
         """
-        self._build()
+        self._build_or_give_up()
         try:
             metrics: dict[str, float] = self.state.metrics
             while self.state.epoch < self._config.epochs and not self._stops_early():
@@ -113,6 +115,22 @@ class Trainer:
         return metrics
 
     # -- chapters ----------------------------------------------------------------------------------
+
+    def _build_or_give_up(self) -> None:
+        try:
+            self._build()
+        except Exception as error:
+            if classify(error) is None:
+                raise
+        else:
+            return
+        total_bytes = self._memory.total_bytes
+        has = f" (it has {format_bytes(total_bytes)})" if total_bytes is not None else ""
+        raise MemoryExhausted(
+            f"model, optimizer and data do not fit into the device's memory{has}, before the first batch: "
+            "no batch size is small enough. Use a GPU with more VRAM, or a smaller model "
+            "(--hidden-dim, --num-features)"
+        )
 
     def _build(self) -> None:
         torch.manual_seed(self._config.seed)
