@@ -7,6 +7,7 @@ import torch
 import foxray
 
 logging.basicConfig(format="%(message)s")
+torch.manual_seed(0)
 x, y = torch.randn(4096, 32), torch.randn(4096)
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=512, shuffle=True)
 

@@ -124,7 +124,7 @@ class ExecutionStarted(Event):
     device: str
     """"cpu" or "cuda"."""
     gpu: str
-    """The card's type (emulated or real), "cpu" without one."""
+    """The emulated card, "cpu", or "cuda": which card it is stands in `worker_started`."""
     host: str
     pid: int
     resumed: bool

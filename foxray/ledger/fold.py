@@ -45,6 +45,7 @@ def fold_execution(
 ) -> ExecutionSummary:
     """Fold the events of one execution; `last`: no later execution of the run is known."""
     started = next((e for e in events if isinstance(e, ExecutionStarted)), None)
+    workers_started = [e for e in events if isinstance(e, WorkerStarted)]
     ended = next((e for e in events if isinstance(e, ExecutionEnded)), None)
     decisions = [e for e in events if isinstance(e, DecisionRecorded)]
     phases = [_phase(e) for e in events if isinstance(e, PhaseEnded)]
@@ -65,7 +66,8 @@ def fold_execution(
         message=ended.message if ended else "",
         workers=started.workers if started else None,
         device=started.device if started else None,
-        gpu=started.gpu if started else None,
+        # Only a worker knows which card it got; the driver can say no more than "cuda".
+        gpu=workers_started[0].gpu if workers_started else (started.gpu if started else None),
         host=started.host if started else None,
         pid=started.pid if started else None,
         resumed=started.resumed if started else False,
@@ -77,7 +79,7 @@ def fold_execution(
         decisions=decisions,
         phases=phases,
         recovery_seconds=[e.recovery_seconds for e in events if isinstance(e, RecoveryMeasured)],
-        workers_started=[e for e in events if isinstance(e, WorkerStarted)],
+        workers_started=workers_started,
         workers_lost=[e for e in events if isinstance(e, WorkersLost)],
     )
 
