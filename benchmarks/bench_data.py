@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -172,6 +171,8 @@ def run(seconds: float = 2.0, rows: int = 30_000) -> dict[str, Any]:
         numbers["gather_windows_per_second"] / numbers["loader_0_windows_per_second"]
     )
     numbers["dbn_to_parquet_ratio"] = numbers["dbn_batch_seconds"] / numbers["parquet_batch_seconds"]
+    for text, shown in ROWS:
+        print(f"{text.format(**numbers):<46} {shown(numbers):>14}")
     return numbers
 
 
@@ -190,18 +191,12 @@ ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure with options of one's own."""
     parser = argparse.ArgumentParser(description="Benchmark the data path.")
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each measurement")
     parser.add_argument("--rows", type=int, default=30_000, help="synthetic bars to prepare")
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     chosen = parser.parse_args()
-    numbers = run(chosen.seconds, chosen.rows)
-    if chosen.json:
-        print(json.dumps(numbers, indent=2))
-        return
-    for text, shown in ROWS:
-        print(f"{text.format(**numbers):<46} {shown(numbers):>14}")
+    run(chosen.seconds, chosen.rows)
 
 
 if __name__ == "__main__":
