@@ -264,3 +264,18 @@ def test_duration_is_the_span_of_the_bars(tmp_path: Path) -> None:
     data = prepare(write(tmp_path / "d.parquet", own_columns(1441)), chosen, tmp_path, log=quiet)
     assert data.duration_days == pytest.approx(1.0)
     assert data.num_rows == 1441
+
+
+def test_bars_without_a_symbol_are_refused_by_the_scaling_of_several(tmp_path: Path) -> None:
+    from foxray.data.synth import synth
+
+    settings = DataSettings(seq_len=16, num_features=8)
+    several = prepare(
+        synth(tmp_path / "several.parquet", days=3, symbols=["ES", "NQ"]),
+        settings,
+        tmp_path,
+        log=lambda line: None,
+    )
+    plain = synth(tmp_path / "plain.parquet", days=3)
+    with pytest.raises(UserError, match=r"plain\.parquet: has no column 'symbol'.*ES, NQ"):
+        prepare(plain, settings, tmp_path, log=lambda line: None, scaling=several.scaling)

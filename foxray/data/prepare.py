@@ -315,6 +315,12 @@ def _symbol_ids(
     path: Path, scanned: Scan, scaling: Scaling | None
 ) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:
     """Return the symbols in the order of their ids, and each row's id: a run's own ids when predicting."""
+    if scaling is not None and len(scaling.symbols) > 1 and not scanned.symbols:
+        have = ", ".join(scaling.symbols[:12])
+        raise UserError(
+            f"{path}: has no column 'symbol', and the run was trained on several (it knows: {have}). "
+            "Add the column, so that it is known whose bars these are."
+        )
     if scaling is None or not scaling.symbols or not scanned.symbols:
         return scanned.symbols, scanned.symbol_R
     unknown = [name for name in scanned.symbols if name not in scaling.symbols]
