@@ -84,3 +84,17 @@ def test_default_batch_size_is_smaller_for_long_data() -> None:
 def test_plain_form_gives_the_same_configuration_again() -> None:
     config = load_config(BASE | {"on_exhausted": "cpu", "batch_size": 7})
     assert TrainConfig(**config.to_plain()) == config
+
+
+def test_calibration_settings_without_use_qat_are_refused() -> None:
+    with pytest.raises(
+        UserError, match="--qat-min-batch-size 4: there is no calibration phase without --use-qat"
+    ):
+        load_config({"parquet_file": "bars.parquet", "qat_min_batch_size": 4})
+    assert load_config({"parquet_file": "bars.parquet", "use_qat": True}).phases[0] == "calibration"
+
+
+@pytest.mark.parametrize("batches", [9, 501])
+def test_calibration_batches_are_10_to_500(batches: int) -> None:
+    with pytest.raises(UserError, match=f"--qat-calibration-batches {batches}: input should be"):
+        load_config({"parquet_file": "b", "use_qat": True, "qat_calibration_batches": batches})

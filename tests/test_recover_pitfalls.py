@@ -137,7 +137,7 @@ def test_running_out_in_validation_leaves_the_training_batch_alone(built: Any) -
     )  # after the last step of the first epoch
     assert [(a.phase, a.batch_size) for a in authority.attempts] == [("validation", 24)]
     assert set(sizes(workload)) == {64}
-    assert trainer._validation.batch_size == 12
+    assert trainer._validation.recovery.batch_size == 12
 
 
 @pytest.mark.parametrize("allocation", [1, 10, 40, 90, 120])

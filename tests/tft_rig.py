@@ -79,9 +79,10 @@ def tiny_trainer(
     min_batch_size: int = 2,
     launch: str = "l1",
     on_commit: Any = None,
+    reports_to: Any = None,
     **config: Any,
 ) -> tuple[Trainer, LocalAuthority]:
-    """A trainer of one rank and the authority it reports to."""
+    """A trainer of one rank and an authority, to which it reports unless `reports_to` names another."""
     settings = TrainConfig(
         parquet_file=Path("none"),
         dropout=getattr(workload, "dropout", 0.0),
@@ -95,14 +96,15 @@ def tiny_trainer(
             keep_effective_batch=settings.keep_effective_batch,
         )
     )
-    sizes = {"training": batch_size, "validation": validation_batch_size or batch_size}
+    sizes = dict.fromkeys(settings.phases, batch_size)
+    sizes["validation"] = validation_batch_size or batch_size
     trainer = Trainer(
         config=settings,
         plan=WorkerPlan(launch=launch, effective_batch=effective_batch, batch_sizes=sizes),
         workload=workload,
         device=torch.device("cpu"),
         place=Place(rank=rank, node="here", gpu="test", launch=launch),
-        authority=authority,
+        authority=reports_to or authority,
         checkpoints=Checkpoints(str(folder)),
         on_commit=on_commit,
     )

@@ -13,6 +13,7 @@ from foxray.errors import FoxrayError, UserError
 # Every option's real default is None, so that a flag that was given can be told from one that was not:
 # flags win over the configuration file, the file over the preset, the preset over the defaults.
 _DATA, _MODEL, _MEMORY, _RUN = "Data", "Model and training", "Memory", "Run"
+_QAT = "Quantization"
 
 
 def train(
@@ -101,6 +102,38 @@ def train(
     max_oom_retries: Annotated[
         int | None,
         typer.Option(help="Retries per phase and worker (1-10).", rich_help_panel=_MEMORY, show_default="3"),
+    ] = None,
+    use_qat: Annotated[
+        bool,
+        typer.Option(
+            "--use-qat",
+            help="Quantization-aware training: calibrate, then train with int8 weights.",
+            rich_help_panel=_QAT,
+        ),
+    ] = False,
+    qat_calibration_batches: Annotated[
+        int | None,
+        typer.Option(
+            help="Effective batches to calibrate on (10-500).",
+            rich_help_panel=_QAT,
+            show_default="3% of the training",
+        ),
+    ] = None,
+    qat_min_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            help="--min-batch-size of the calibration (1-64).",
+            rich_help_panel=_QAT,
+            show_default="--min-batch-size",
+        ),
+    ] = None,
+    qat_max_oom_retries: Annotated[
+        int | None,
+        typer.Option(
+            help="--max-oom-retries of the calibration (1-10).",
+            rich_help_panel=_QAT,
+            show_default="--max-oom-retries",
+        ),
     ] = None,
     no_keep_effective_batch: Annotated[
         bool,

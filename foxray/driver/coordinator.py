@@ -53,15 +53,18 @@ class Coordinator:
         execution: int,
         workers: int,
         policy: OomPolicy,
+        phase_policies: dict[str, OomPolicy] | None = None,
         on_cpu: bool,
         batch_sizes: dict[str, int],
         rungs: tuple[str, ...] = (),
         advice: tuple[str, ...] = (),
     ) -> None:
-        """`batch_sizes` by "phase" or "phase/rank": where each phase starts."""
+        """`batch_sizes` by "phase" or "phase/rank": where each phase starts. `policy` holds for the phases
+        that `phase_policies` does not name."""
         self._run = Ledger(storage).run(run_id)
         self._run_id, self._execution, self._workers = run_id, execution, workers
-        self._policy, self._on_cpu, self._advice = policy, on_cpu, advice
+        self._policy, self._phase_policies = policy, phase_policies or {}
+        self._on_cpu, self._advice = on_cpu, advice
         self._sizes = dict(batch_sizes)
         self._initial_rungs, self._rungs = rungs, list(rungs)
         self._history: list[Attempt] = []
@@ -121,7 +124,7 @@ class Coordinator:
             phase, rank = incident.phase or "training", incident.rank or 0
             failed_size = incident.batch_size or self._size(phase, rank)
             self._history.append(Attempt(phase=phase, rank=rank, batch_size=failed_size, incident=incident))
-            decision = self._policy.decide(
+            decision = self._policy_of(phase).decide(
                 self._history, on_cpu=self._on_cpu, initial_rungs=self._initial_rungs, advice=self._advice
             )
             self._answers[incident_id] = decision
@@ -277,12 +280,15 @@ class Coordinator:
         for line in texts.retry_lines(
             decision.phase,
             attempt=decision.retries,
-            max_retries=self._policy.max_retries,
+            max_retries=self._policy_of(decision.phase).max_retries,
             previous=failed_size,
             batch_size=decision.batch_size,
             rung=decision.rung,
         ):
             self._say("warning", line, batch_size=decision.batch_size, **known)
+
+    def _policy_of(self, phase: str) -> OomPolicy:
+        return self._phase_policies.get(phase, self._policy)
 
     def _size(self, phase: str, rank: int) -> int:
         return self._sizes.get(f"{phase}/{rank}", self._sizes[phase])

@@ -19,6 +19,7 @@ from foxray.data.windows import WindowGather
 from foxray.driver.run import checkpoint_folder, prepared_folder
 from foxray.errors import UserError
 from foxray.ledger.store import Ledger
+from foxray.models.quantization import Quantization
 from foxray.models.tft import TemporalFusionTransformer, TftConfig
 from foxray.training.checkpoint import Checkpoints
 
@@ -49,7 +50,10 @@ def predict(
     tft: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in restored.spec["tft"].items()}
     config = TftConfig(**tft)
     model = TemporalFusionTransformer(config)
+    quantization = Quantization(model) if restored.spec.get("quantized") else None
     model.load_state_dict(restored.model)
+    if quantization is not None:
+        quantization.mode = "frozen"
     model.eval()
     gather = WindowGather(data.features_RF, config.seq_len)
     rows_N = data.all_windows_N

@@ -22,6 +22,8 @@ CHANGEABLE = frozenset(
         "emulate_gpu",
         "min_batch_size",
         "max_oom_retries",
+        "qat_min_batch_size",
+        "qat_max_oom_retries",
         "on_exhausted",
         "max_worker_failures",
         "checkpoint_every",
@@ -83,11 +85,12 @@ def find_resume(run: RunLedger, config: TrainConfig) -> Resume:
             sizes.setdefault(event.phase, event.batch_size)
         elif isinstance(event, ev.DecisionRecorded):
             gave_up = event.action == "give_up"
-            size = next_batch_size(event.batch_size, config.min_batch_size) if gave_up else event.batch_size
+            minimum = config.phase_policy(event.phase).min_batch_size
+            size = next_batch_size(event.batch_size, minimum) if gave_up else event.batch_size
             sizes[event.phase] = min(size, sizes.get(event.phase, size))
             rungs += [event.rung] if event.rung else []
     first = created.config
-    sizes = {phase: int(first["batch_size"]) for phase in ("training", "validation")} | sizes
+    sizes = {phase: int(first["batch_size"]) for phase in config.phases} | sizes
     effective = int(first["batch_size"]) * int(first["accumulation_steps"]) * int(first["workers"])
     return Resume(execution=last + 1, batch_sizes=sizes, rungs=tuple(rungs), effective_batch=effective)
 

@@ -32,8 +32,6 @@ from foxray.oom import texts
 from foxray.training.authority import Cancelled
 from foxray.training.config import TrainConfig, default_batch_size
 
-PHASES = ("training", "validation")
-
 Worker = Callable[[dict[str, Any]], Any]
 """`train_loop_per_worker`, as Ray calls it."""
 
@@ -140,8 +138,9 @@ def _execute(
             execution=execution.number,
             workers=config.workers,
             policy=config.oom_policy,
+            phase_policies={phase: config.phase_policy(phase) for phase in config.phases},
             on_cpu=device == "cpu" and budget is None,
-            batch_sizes=execution.resume.batch_sizes or dict.fromkeys(PHASES, config.batch_size),
+            batch_sizes=execution.resume.batch_sizes or dict.fromkeys(config.phases, config.batch_size),
             rungs=execution.resume.rungs,
         )
     )

@@ -124,7 +124,9 @@ def run_worker(loop_config: dict[str, Any]) -> dict[str, float]:
             device=device,
             place=Place(rank=rank, node=socket.gethostname(), gpu=gpu, launch=task.plan.launch),
             authority=authority,
-            checkpoints=Checkpoints(task.checkpoint_folder, spec=workload.spec()),
+            checkpoints=Checkpoints(
+                task.checkpoint_folder, spec=workload.spec() | {"quantized": task.config.use_qat}
+            ),
         )
         return trainer.train()
 

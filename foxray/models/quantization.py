@@ -21,6 +21,8 @@ Legend: P = observed points, C = output channels.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
@@ -80,10 +82,9 @@ class _FakeQuantizedWeight(nn.Module):
         )
         return rounded.view_as(weight)
 
-    def set_mode(self, mode: QuantizationMode, weight: Tensor) -> None:
-        """`weight`: the one behind the parametrization, whose scales "frozen" keeps."""
-        self.mode = mode
-        self._frozen_scale_C = channel_scales(weight) if mode == "frozen" else None
+    def freeze(self, weight: Tensor | None) -> None:
+        """Keep the scales of `weight`, the one behind the parametrization; None: let them move again."""
+        self._frozen_scale_C = None if weight is None else channel_scales(weight)
 
 
 def channel_scales(weight: Tensor) -> Tensor:
@@ -137,9 +138,23 @@ class Quantization:
             raise ValueError(f"mode is {mode!r}; allowed: {', '.join(get_args(QuantizationMode))}")
         if mode in ("fake_quantize", "frozen"):
             self._set_activation_scales()
-        self._mode = mode
         for layer, name, weight in self._weights:
-            weight.set_mode(mode, layer.parametrizations[name].original)  # type: ignore[index,union-attr]
+            weight.freeze(
+                layer.parametrizations[name].original  # type: ignore[index,union-attr]
+                if mode == "frozen"
+                else None
+            )
+        self._switch(mode)
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Off for a while, and back to the same scales; allocates nothing."""
+        before = self._mode
+        self._switch("off")
+        try:
+            yield
+        finally:
+            self._switch(before)
 
     def begin_piece(self) -> None:
         """Forget what an unfinished micro-batch observed."""
@@ -167,6 +182,11 @@ class Quantization:
         """Smallest and largest input of each layer on average, by the layer's name."""
         low, negative_high = self._ranges.average.view(2, -1).tolist()
         return {name: (low[i], -negative_high[i]) for i, name in enumerate(self.points)}
+
+    def _switch(self, mode: QuantizationMode) -> None:
+        self._mode = mode
+        for _, _, weight in self._weights:
+            weight.mode = mode
 
     def _attach_weight(self, layer: nn.Module, name: str) -> None:
         rounding = _FakeQuantizedWeight(getattr(layer, name))

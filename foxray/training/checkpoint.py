@@ -39,6 +39,8 @@ class CommittedState:
     loss_samples: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the last finished epoch."""
+    calibrated_batch: int = 0
+    """Smallest batch size with which the calibration of a quantized model ended; 0 before, or without one."""
     validation_losses: list[float] = field(default_factory=list)
     """Of every finished epoch; early stopping looks at them."""
 

@@ -5,6 +5,7 @@ Validation happens here, where the values are built, so that no later code has t
 names the option, the value seen and what is allowed. The module imports neither torch nor ray.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,6 +72,14 @@ class TrainConfig(BaseModel):
     deterministic: bool = False
     """Compute in blocks of `min_batch_size` samples from the first step on, so that an OOM changes not even
     the rounding. Slower: each block is a forward and backward of its own."""
+    use_qat: bool = False
+    """Quantization-aware training: calibrate, then train with int8 weights and eight-bit inputs."""
+    qat_calibration_batches: int | None = Field(default=None, ge=10, le=500)
+    """Effective batches to calibrate on; None: 3% of the training's, within 10 to 500."""
+    qat_min_batch_size: int | None = Field(default=None, ge=1, le=64)
+    """`min_batch_size` in the calibration phase; None: the same."""
+    qat_max_oom_retries: int | None = Field(default=None, ge=0, le=10)
+    """`max_oom_retries` in the calibration phase; None: the same."""
     min_batch_size: int = Field(default=2, ge=1, le=64)
     max_oom_retries: int = Field(default=3, ge=0, le=10)
     """Retries granted per phase and rank, 1-10; 0 (`--no-oom-recovery`) switches recovery off."""
@@ -106,6 +115,22 @@ class TrainConfig(BaseModel):
             raise ValueError(f"hidden_dim {self.hidden_dim} is not a multiple of num_heads {self.num_heads}")
         return self
 
+    @model_validator(mode="after")
+    def _calibration_needs_qat(self) -> "TrainConfig":
+        names = ("qat_calibration_batches", "qat_min_batch_size", "qat_max_oom_retries")
+        given = [name for name in names if getattr(self, name) is not None]
+        if given and not self.use_qat:
+            flag = given[0].replace("_", "-")
+            raise ValueError(
+                f"--{flag} {getattr(self, given[0])}: there is no calibration phase without --use-qat"
+            )
+        return self
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases that this job has, in order."""
+        return ("calibration",) * self.use_qat + ("training", "validation")
+
     @property
     def data_settings(self) -> DataSettings:
         """The part of this configuration that decides what the prepared data look like."""
@@ -127,6 +152,20 @@ class TrainConfig(BaseModel):
             max_retries=self.max_oom_retries,
             keep_effective_batch=self.keep_effective_batch,
             on_exhausted=self.on_exhausted,
+        )
+
+    def phase_policy(self, phase: str) -> OomPolicy:
+        """`oom_policy` with what is set for this phase apart."""
+        policy = self.oom_policy
+        if phase != "calibration":
+            return policy
+        minimum, retries = self.qat_min_batch_size, self.qat_max_oom_retries
+        return replace(
+            policy,
+            min_batch_size=policy.min_batch_size if minimum is None else minimum,
+            max_retries=policy.max_retries if retries is None else retries,
+            # Without a backward pass there are no activations to recompute.
+            on_exhausted=tuple(rung for rung in policy.on_exhausted if rung != "gradient-checkpointing"),
         )
 
     def to_plain(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """What a worker does from the first line to the last: the story of a run, told without Ray.
 
-`train` restores or builds the committed state, and then for every epoch takes optimizer steps over the
-epoch's order, validates, and writes a checkpoint. All that can run out of memory goes through `Recovery`;
-all that is worth recording goes to the authority. The same function runs on one process, on gloo
-processes in a test, and inside Ray Train.
+`train` restores or builds the committed state, calibrates a model that is to be quantized, and then for
+every epoch takes optimizer steps over the epoch's order, validates, and writes a checkpoint. All that can
+run out of memory goes through `Recovery`; all that is worth recording goes to the authority. The same
+function runs on one process, on gloo processes in a test, and inside Ray Train.
 """
 
 import math
@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from foxray.errors import MemoryExhausted
-from foxray.memory.budget import current_budget, host_memory
+from foxray.memory.budget import current_budget
 from foxray.memory.catalogue import format_bytes
 from foxray.memory.device import DeviceMemory, device_memory
+from foxray.models.quantization import Quantization
 from foxray.oom import classify
 from foxray.training.authority import (
     Authority,
     Cancelled,
     PhaseReport,
     Rescheduled,
-    known_to_all,
-    other_rank_stopped,
 )
+from foxray.training.calibration import Calibration, calibration_batches, calibration_order
 from foxray.training.checkpoint import Checkpoints, CommittedState
 from foxray.training.config import TrainConfig
 from foxray.training.dropout import RowDropout
@@ -38,6 +38,7 @@ from foxray.training.recovery import Place, Recovery
 from foxray.training.sampler import epoch_order, rank_range, rank_share
 from foxray.training.schedule import epochs_without_improvement, learning_rate_at
 from foxray.training.step import StepResult, TransactionalStep
+from foxray.training.validation import Validation
 from foxray.workloads.base import Workload
 
 PROGRESS_EVERY_SECONDS = 0.5
@@ -88,8 +89,8 @@ class Trainer:
         self._effective_batch = plan.effective_batch
         self._progress_due = 0.0
         self._stop = False
-        self._seconds = {"training": 0.0, "validation": 0.0}
-        self._rows = {"training": 0, "validation": 0}
+        self._seconds = dict.fromkeys(config.phases, 0.0)
+        self._rows = dict.fromkeys(config.phases, 0)
         self._peaks: dict[str, int] = {}
 
     def train(self) -> dict[str, Any]:
@@ -100,18 +101,22 @@ class Trainer:
         """
         self._build_or_give_up()
         try:
+            if self._calibration is not None and not self.state.calibrated_batch:
+                self._calibrate(self._calibration)
+            self._announce_training()
             metrics: dict[str, float] = self.state.metrics
             while self.state.epoch < self._config.epochs and not self._stops_early():
                 metrics = self._epoch()
         except (Rescheduled, Cancelled, MemoryExhausted) as stop:
             # The committed state in this process is whole (that is what the step is for): keep it, unless
             # it lies on a device that cannot be read any more. Rank 0 does, if it knows.
-            lost = self._training.context_lost or self._validation.context_lost
+            lost = any(recovery.context_lost for recovery in self._recoveries)
             alone = isinstance(stop, Rescheduled) and not stop.known_to_all
             if not lost and (self._rank == 0 or alone):
                 self._save()
             raise
-        self._report_phases()
+        self._report(self._training)
+        self._report(self._validation.recovery)
         return metrics
 
     # -- chapters ----------------------------------------------------------------------------------
@@ -134,7 +139,9 @@ class Trainer:
 
     def _build(self) -> None:
         torch.manual_seed(self._config.seed)
-        self.model: nn.Module = self._workload.build_model().to(self._device)
+        self.model: nn.Module = self._workload.build_model()
+        self._quantization = Quantization(self.model) if self._config.use_qat else None
+        self.model.to(self._device)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = RepeatableStep(fused_adamw(parameters, learning_rate=self._config.learning_rate))
         self.state = CommittedState()
@@ -150,14 +157,17 @@ class Trainer:
         for rung in self._plan.rungs:
             self._enter_rung(rung)
         self._training = self._recovery("training")
-        share = -(-self._effective_batch // self._world_size)
-        self._training.batch_size = min(self._training.batch_size, share)
-        self._validation = self._recovery("validation")
-        self._dropout = RowDropout(self._device) if self._config.dropout else None
-        # Sums of the metrics, and a flag of a rank that cannot go on.
-        self._totals = torch.zeros(
-            len(self._workload.validation_sums) + 1, dtype=torch.float64, device=self._device
+        self._validation = Validation(
+            workload=self._workload,
+            recovery=self._recovery("validation"),
+            quantization=self._quantization,
+            device=self._device,
+            rank=self._rank,
+            world_size=self._world_size,
         )
+        self._recoveries = [self._training, self._validation.recovery]
+        self._calibration = self._build_calibration()
+        self._dropout = RowDropout(self._device) if self._config.dropout else None
         self._step = TransactionalStep(
             optimizer=self._optimizer,
             recovery=self._training,
@@ -165,8 +175,61 @@ class Trainer:
             rank=self._rank,
             world_size=self._world_size,
         )
-        steps_per_epoch = -(-self._workload.num_train // self._effective_batch)
-        self._announce(self._training, batches=steps_per_epoch * self._config.epochs - self.state.step)
+
+    def _build_calibration(self) -> Calibration | None:
+        if self._quantization is None:
+            return None
+        if self.state.calibrated_batch:
+            self._quantization.mode = "fake_quantize"
+            self._start_from_calibrated()
+        recovery = self._recovery("calibration")
+        self._recoveries.append(recovery)
+        return Calibration(
+            quantization=self._quantization,
+            recovery=recovery,
+            device=self._device,
+            world_size=self._world_size,
+        )
+
+    def _calibrate(self, calibration: Calibration) -> None:
+        """Find the ranges of all inputs, then round them from here on."""
+        started, recovery = time.perf_counter(), calibration.recovery
+        batches = calibration_batches(self._training_batches, wanted=self._config.qat_calibration_batches)
+        self._memory.reset_peak()
+        self.model.eval()
+        calibration.begin()
+        self._announce(recovery, batches=batches)
+        smallest = recovery.batch_size
+        for samples in calibration_order(
+            self._workload.num_train, batch=self._effective_batch, batches=batches, seed=self._config.seed
+        ):
+            share = rank_share(samples, rank=self._rank, world_size=self._world_size)
+            smallest = calibration(share, self._loss_sum, stop=self._stop)
+            self._rows["calibration"] += len(share)
+            self._tell(phase="calibration", batch_size=smallest)
+        calibration.finish()
+        self.state.calibrated_batch = smallest
+        self._start_from_calibrated()
+        self._seconds["calibration"] = time.perf_counter() - started
+        self._note_peak("calibration")
+        self._report(recovery)
+        if self._rank == 0:
+            self._save()
+
+    def _start_from_calibrated(self) -> None:
+        """Training, which needs more memory than calibration, begins with no larger a batch."""
+        calibrated = self.state.calibrated_batch
+        self._training.batch_size = min(self._training.batch_size, calibrated)
+        if not self._config.keep_effective_batch:
+            self._follow_smallest([calibrated])
+
+    @property
+    def _training_batches(self) -> int:
+        """Optimizer steps of the whole run."""
+        return -(-self._workload.num_train // self._effective_batch) * self._config.epochs
+
+    def _announce_training(self) -> None:
+        self._announce(self._training, batches=self._training_batches - self.state.step)
 
     def _epoch(self) -> dict[str, float]:
         state, started = self.state, time.perf_counter()
@@ -203,40 +266,14 @@ class Trainer:
         started = time.perf_counter()
         self._memory.reset_peak()
         self.model.eval()
-        self._validation.take_baseline()
-        self._validation.step = self.state.step
-        with host_memory():
-            everything = torch.arange(self._workload.num_valid)
-        positions = rank_share(everything, rank=self._rank, world_size=self._world_size)
-        sums = self._totals[:-1]
-        self._totals.zero_()
-
-        def evaluate(first: int, end: int) -> None:
-            with torch.no_grad():
-                sums.add_(self._workload.evaluate(self.model, positions[first:end]))
-            self._tell(phase="validation")
-
-        self._announce(self._validation, batches=-(-len(positions) // self._validation.batch_size))
-        trouble: Exception | None = None
-        try:
-            self._validation.run(len(positions), evaluate)
-        except (MemoryExhausted, Rescheduled) as error:
-            if self._world_size == 1 or self._validation.context_lost:
-                raise
-            trouble = error  # told to the others first: they wait for the sum
-            self._totals[-1].fill_(1.0)
-        if self._world_size > 1:
-            dist.all_reduce(self._totals)
-        *totals, abandoned = self._totals.tolist()
-        if abandoned > 0:
-            raise known_to_all(trouble) if trouble else other_rank_stopped()
+        recovery, count = self._validation.recovery, len(self._validation.share)
+        recovery.step = self.state.step
+        self._announce(recovery, batches=-(-count // recovery.batch_size))
+        metrics = self._validation(self.model, on_piece=lambda: self._tell(phase="validation"))
         self._seconds["validation"] += time.perf_counter() - started
-        self._rows["validation"] += len(positions)
+        self._rows["validation"] += count
         self._note_peak("validation")
-        return {
-            name: total / self._workload.num_valid
-            for name, total in zip(self._workload.validation_sums, totals, strict=True)
-        }
+        return metrics
 
     # -- the committed state -----------------------------------------------------------------------
 
@@ -297,9 +334,12 @@ class Trainer:
         return patience is not None and epochs_without_improvement(self.state.validation_losses) >= patience
 
     def _recovery(self, phase: str) -> Recovery:
+        batch_size = self._plan.batch_size(phase, self._rank)
+        if phase != "validation":  # of an optimizer step, a rank has no more than its share
+            batch_size = min(batch_size, -(-self._effective_batch // self._world_size))
         return Recovery(
             phase=phase,
-            batch_size=self._plan.batch_size(phase, self._rank),
+            batch_size=batch_size,
             place=self._place,
             memory=self._memory,
             authority=self._authority,
@@ -354,15 +394,14 @@ class Trainer:
             **live,
         )
 
-    def _report_phases(self) -> None:
-        for recovery in (self._training, self._validation):
-            self._authority.phase_ended(
-                PhaseReport(
-                    phase=recovery.phase,
-                    rank=self._rank,
-                    batch_size=recovery.batch_size,
-                    duration_seconds=self._seconds[recovery.phase],
-                    rows=self._rows[recovery.phase],
-                    peak_bytes=self._peaks.get(recovery.phase),
-                )
+    def _report(self, recovery: Recovery) -> None:
+        self._authority.phase_ended(
+            PhaseReport(
+                phase=recovery.phase,
+                rank=self._rank,
+                batch_size=recovery.batch_size,
+                duration_seconds=self._seconds[recovery.phase],
+                rows=self._rows[recovery.phase],
+                peak_bytes=self._peaks.get(recovery.phase),
             )
+        )
