@@ -6,22 +6,15 @@ the forecasts are written in the unit of the target.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
 from foxray.data.prepare import prepare
-from foxray.data.scaling import Scaling
-from foxray.data.settings import DataSettings
 from foxray.data.windows import WindowGather
-from foxray.driver.run import checkpoint_folder, prepared_folder
-from foxray.errors import UserError
-from foxray.ledger.store import Ledger
-from foxray.models.quantization import Quantization
-from foxray.models.tft import TemporalFusionTransformer, TftConfig
-from foxray.training.checkpoint import Checkpoints
+from foxray.driver.restore import restore_model
+from foxray.driver.run import prepared_folder
 
 
 def predict(
@@ -38,23 +31,11 @@ def predict(
     Returns the number of rows. Raises UserError for an unknown run, a run without a checkpoint, or bars
     that the run's features cannot be made from.
     """
-    if not Ledger(storage).exists(run_id):
-        known = ", ".join(Ledger(storage).run_ids()[-5:]) or "none"
-        raise UserError(f"predict {run_id}: no such run in {storage}; the newest there: {known}")
-    restored = Checkpoints(checkpoint_folder(storage, run_id)).load_latest()
-    if restored is None:
-        raise UserError(f"predict {run_id}: the run has no whole checkpoint in {storage}; train it first")
-    scaling = Scaling.from_dict(restored.spec["scaling"])
-    settings = DataSettings.from_dict(restored.spec["data"])
-    data = prepare(parquet_file, settings, prepared_folder(storage), log=log, scaling=scaling)
-    tft: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in restored.spec["tft"].items()}
-    config = TftConfig(**tft)
-    model = TemporalFusionTransformer(config)
-    quantization = Quantization(model) if restored.spec.get("quantized") else None
-    model.load_state_dict(restored.model)
-    if quantization is not None:
-        quantization.mode = "frozen"
-    model.eval()
+    restored = restore_model(storage, run_id, command="predict")
+    model, config = restored.model, restored.config
+    data = prepare(
+        parquet_file, restored.settings, prepared_folder(storage), log=log, scaling=restored.scaling
+    )
     gather = WindowGather(data.features_RF, config.seq_len)
     rows_N = data.all_windows_N
     chunks = []

@@ -114,6 +114,7 @@ class Quantization:
         """Layers whose input is observed, in the order of the ranges."""
         self._ranges = _Ranges(len(layers))
         self._mode: QuantizationMode = "off"
+        self._constants: list[tuple[float, int]] = []
         self._averaged = False
         self._weights: list[tuple[nn.Module, str, _FakeQuantizedWeight]] = []
         for point, (_, layer) in enumerate(layers):
@@ -128,7 +129,7 @@ class Quantization:
     def mode(self) -> QuantizationMode:
         """`off`: the model as it was. `observe`: the same output, ranges are noted. `fake_quantize`: inputs
         and weights are rounded, weights on scales of their present values. `frozen`: weights on the scales
-        that they had when the mode was set."""
+        that they had when the mode was set, and nothing is left to compute but the rounding."""
         return self._mode
 
     @mode.setter
@@ -138,6 +139,9 @@ class Quantization:
             raise ValueError(f"mode is {mode!r}; allowed: {', '.join(get_args(QuantizationMode))}")
         if mode in ("fake_quantize", "frozen"):
             self._set_activation_scales()
+        if mode == "frozen":
+            scales, zero_points = self._ranges.scale_P.tolist(), self._ranges.zero_point_P.tolist()
+            self._constants = list(zip(scales, zero_points, strict=True))
         for layer, name, weight in self._weights:
             weight.freeze(
                 layer.parametrizations[name].original  # type: ignore[index,union-attr]
@@ -221,9 +225,11 @@ class Quantization:
                 seen = ranges.piece[index]
                 torch.minimum(seen, value.to(seen.dtype), out=seen)
             return x
-        rounded = torch.fake_quantize_per_tensor_affine(
-            x.float(), ranges.scale_P[point], ranges.zero_point_P[point], *ACTIVATION_RANGE
-        )
+        scale: Any = ranges.scale_P[point]
+        zero_point: Any = ranges.zero_point_P[point]
+        if self._mode == "frozen":  # constants, as export wants them
+            scale, zero_point = self._constants[point]
+        rounded = torch.fake_quantize_per_tensor_affine(x.float(), scale, zero_point, *ACTIVATION_RANGE)
         return rounded.to(x.dtype)
 
 
