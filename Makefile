@@ -11,7 +11,7 @@ $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dbn]" --group dev
+	$(BIN)/python -m pip install --quiet --editable ".[dbn,onnx]" --group dev
 	touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed

@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from foxray.cli.convert import convert
+from foxray.cli.export import export
 from foxray.cli.predict import predict
 from foxray.cli.runs import runs
 from foxray.cli.show import show
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.command("train")(train)
 app.command("predict")(predict)
+app.command("export")(export)
 app.command("runs")(runs)
 app.command("show")(show)
 app.command("convert")(convert)

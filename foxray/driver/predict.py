@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import torch
 
 from foxray.data.prepare import prepare
+from foxray.data.replacing import replacing
 from foxray.data.windows import WindowGather
 from foxray.driver.restore import restore_model
 from foxray.driver.run import prepared_folder
@@ -49,8 +50,6 @@ def predict(
         columns["symbol"] = pa.array([data.symbols[i] for i in data.symbol_R[rows_N].tolist()])
     for index, quantile in enumerate(config.quantiles):
         columns[f"p{quantile * 100:g}"] = pa.array(forecast_NQ[:, index].numpy())
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f"{output.name}.tmp")
-    pq.write_table(pa.table(columns), temporary)
-    temporary.replace(output)
+    with replacing(output) as temporary:
+        pq.write_table(pa.table(columns), temporary)
     return len(rows_N)
